@@ -136,7 +136,7 @@ def train(name: str, folder: pathlib.Path) -> None:
 
 
 def keys(name: str) -> dict[str, str]:
-    """What a run changes in configs/quickstart.py."""
+    """Changes of a run to configs/quickstart.py."""
     return {"total_steps": str(STEPS)} | SAME | (ALGORITHMS | SCHEDULES)[name]
 
 

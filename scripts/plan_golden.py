@@ -189,7 +189,7 @@ def numbers(plan: Plan) -> dict:
 
 
 def work_of(name: str) -> dict:
-    """What each program of one of SMALL does on a device: {program: {number: value}}.
+    """The work of each program of one of SMALL on a device: {program: {number: value}}.
 
     `covered` is the share of the time of all-gathers in which kernels run, and of those in loops,
     which gather the weights of stacked layers. No other times.

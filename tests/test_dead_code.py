@@ -31,7 +31,7 @@ ALLOWED = {  # file -> (names, who uses them); "*" stands for all names
 
 
 class Source(NamedTuple):
-    """What one file defines and reads."""
+    """The names that one file defines and reads."""
 
     tree: ast.Module
     imported: set[str]

@@ -1,4 +1,4 @@
-"""What the documentation names exists: commands, files, keys."""
+"""Everything that the documentation names exists: commands, files, keys."""
 
 import json
 import pathlib

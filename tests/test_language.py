@@ -30,6 +30,7 @@ BANNED = {  # what: what to write instead
     r"learnt": "learned, trained",
     r"in eight bits|eight-bit": "int8, fp8, quantized",
     r"few rows": "small batches, skinny",
+    r"is no (?:multiple|date)": "is not a multiple, is not a date",
 }
 PROMPTS = {
     "jaxrl/environments/builtin/calculator.py"
@@ -61,11 +62,14 @@ def prose(path: pathlib.Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def docstrings_with_of(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+def docstring_openings(path: pathlib.Path) -> Iterator[tuple[int, str]]:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, kinds) and (ast.get_docstring(node) or "").startswith("Of "):
-            yield getattr(node, "lineno", 1), "a docstring begins with 'Of '"
+        opening = (
+            (ast.get_docstring(node) or "").partition(" ")[0] if isinstance(node, kinds) else ""
+        )
+        if opening in ("Of", "What"):
+            yield getattr(node, "lineno", 1), f"a docstring begins with {opening!r}"
 
 
 def problems(path: pathlib.Path) -> list[str]:
@@ -73,7 +77,7 @@ def problems(path: pathlib.Path) -> list[str]:
         (line + offset - 1, what) for line, text in prose(path) for offset, what in findings(text)
     ]
     if path.suffix == ".py":
-        found += docstrings_with_of(path)
+        found += docstring_openings(path)
     return [f"{path}:{line}: {what}" for line, what in sorted(set(found))]
 
 

@@ -104,7 +104,7 @@ def invalid(tiny: dict, words: str, **sections):
     [
         invalid(dict(fsdp=8), "ref.tensor=3.*needs a multiple of 3", ref=dict(tensor=3)),
         invalid(dict(fsdp=8), "score.sequence=3 devices cannot share", score=dict(sequence=3)),
-        invalid(dict(fsdp=8), "ref.token_budget=9000 is no multiple of .*=8192; set 16384",
+        invalid(dict(fsdp=8), "ref.token_budget=9000 is not a multiple of .*=8192; set 16384",
                 ref=dict(token_budget=9000)),
         invalid(dict(fsdp=8), "ref.tensor=2 gives the reference another mesh.*'full'",
               ref=dict(tensor=2), algorithm=dict(kl="full", kl_coef=0.1)),

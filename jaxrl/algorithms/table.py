@@ -16,7 +16,7 @@ from jaxrl.config.schema import is_import_path
 
 @runtime_checkable
 class Row(Protocol):
-    """What every row of an algorithm table has. Each table adds the preconditions of its kind."""
+    """The fields of every row of an algorithm table. Each table adds its preconditions."""
 
     @property
     def function(self) -> Callable[..., Any]: ...

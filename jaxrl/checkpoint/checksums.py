@@ -102,7 +102,7 @@ def read_list(folder: AnyPath, *, step: int | None = None) -> dict[str, Checksum
 
 
 def problem(folder: AnyPath, name: str, expected: Checksum) -> str | None:
-    """What is wrong with a file; None if its bytes are those that were saved."""
+    """The damage of a file; None if its bytes are the saved ones."""
     path, (n_bytes, crc) = folder / name, expected
     try:
         size = path.stat().st_size if isinstance(path, Path) else path.stat().length

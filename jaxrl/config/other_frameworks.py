@@ -45,7 +45,7 @@ def table() -> tuple[Counterpart, ...]:
 
 
 def answer(name: str) -> str:
-    """What a key of another framework is here, as a sentence; "" if no framework has it.
+    """A sentence that names the key here for one of another framework; "" if no framework has it.
 
     A dotted name may lack its first sections: "rollout.mode" is verl's
     "actor_rollout_ref.rollout.mode".

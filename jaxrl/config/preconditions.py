@@ -1,4 +1,4 @@
-"""What a choice of the algorithm requires of the other choices, as data.
+"""Requirements of a choice of the algorithm on the other choices, as data.
 
 The functions of the names are in the tables of jaxrl/algorithms. jaxrl/config/checks walks the
 table below; scripts/pages/combinations.py prints the matrix of docs/reference/algorithms.md.

@@ -129,7 +129,7 @@ def unknown_key(name: str, known: Iterable[str]) -> str:
 
 
 def key_hint(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to set instead of a key that does not exist. Known keys are shown with the prefix."""
+    """The key to set instead of one that does not exist. Known keys are shown with the prefix."""
     known = list(known)
     if there := other_frameworks.answer(name):
         return there

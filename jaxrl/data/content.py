@@ -55,7 +55,7 @@ def _change(before: Content, now: Content) -> str:
 
 
 def _row(item: Item) -> Iterator[bytes]:
-    """What rewards and environments read of an item."""
+    """The fields of an item that rewards and environments read."""
     if isinstance(item, Prompt):
         yield item.answer_text.encode()
         yield item.source.encode()
@@ -63,7 +63,7 @@ def _row(item: Item) -> Iterator[bytes]:
 
 
 def _tokens(item: Item) -> Iterator[bytes]:
-    """What the model reads of an item, and what it is trained on."""
+    """The tokens of an item, and the mask of those that are trained on."""
     if isinstance(item, Pair):
         yield from (*_tokens(item.chosen), *_tokens(item.rejected), repr(item.margin).encode())
     elif isinstance(item, Labelled):

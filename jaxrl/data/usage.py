@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a reader takes of one row."""
+    """The columns of one row that a reader takes."""
 
     columns: Sequence[str]  # that are read
     passes_rest: bool = False  # the other columns reach the reward functions
@@ -65,7 +65,7 @@ class Usage:
 
 
 def _sentences(row: Mapping[str, Any], reading: Reading) -> list[str]:
-    """What the log says of a row."""
+    """The line of the log about a row."""
     found = [reading.note] if reading.note else []
     fate = "reaches only the reward functions" if reading.passes_rest else "is not read"
     for name, value in row.items():

@@ -70,7 +70,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class ToolResult:
-    """What a tool may return instead of text or another JSON value."""
+    """A tool's result with more than text or another JSON value."""
 
     content: Any
     reward: Number = 0.0

@@ -1,4 +1,4 @@
-"""What an episode's process sends to the trainer, and its validation: a `Turn` as JSON."""
+"""Messages of an episode's process to the trainer, and their validation: a `Turn` as JSON."""
 
 import dataclasses
 import json

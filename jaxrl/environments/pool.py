@@ -241,7 +241,7 @@ class EnvironmentPool:
 
 
 def episode_task(prompt: Prompt, seed: int) -> dict[str, Any]:
-    """What an episode's process gets; its seed is the same for all samples of a prompt."""
+    """The start message of an episode's process; all samples of a prompt have the same seed."""
     return {
         "messages": list(prompt.messages),
         "answer": prompt.answer,

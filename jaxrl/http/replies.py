@@ -1,4 +1,4 @@
-"""What HTTP applications share: error responses, bearer keys, disconnects, server-sent events."""
+"""Shared parts of HTTP applications: error responses, bearer keys, disconnects, streamed events."""
 
 import asyncio
 import hmac

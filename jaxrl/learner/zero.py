@@ -11,7 +11,7 @@ from sharding import TRAIN, Rules
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """What replicas share of the training state (https://arxiv.org/abs/1910.02054, section 5).
+    """ZeRO: the training state that replicas share (https://arxiv.org/abs/1910.02054, section 5).
 
     The weights keep the sharding of `rules`. Level 1: moments, master weights and moving average
     are sharded by `rules.over_replicas()`. Every replica updates its shard of the weights, and the

@@ -232,7 +232,7 @@ def _how(note: Note) -> str:
 
 
 def _pending(notes: Sequence[Note]) -> list[str]:
-    """What the reader of the config file must decide, for a comment in it."""
+    """A comment of the config file on decisions that its reader must make."""
     return [f"{n.setting}: {n.reason}" for n in notes if n.kind == "needs a decision"]
 
 

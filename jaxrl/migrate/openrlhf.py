@@ -206,7 +206,7 @@ def translate(settings: Settings, program: str, reasons: Mapping[str, str]) -> M
 
 
 def training(found: Migration) -> None:
-    """What all programs share."""
+    """Settings that all programs share."""
     for theirs, ours in TRAINING.items():
         found.carry(theirs, ours)
     if found.config.get("mesh.sequence", 1) > 1:

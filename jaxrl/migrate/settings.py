@@ -19,7 +19,7 @@ FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 
 @dataclasses.dataclass
 class Settings:
-    """What a run of another framework is given."""
+    """The settings that a run of another framework is given."""
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     unresolved: dict[str, str] = dataclasses.field(default_factory=dict)  # texts with marks

@@ -1,4 +1,4 @@
-"""What a launch script runs: its commands with their variables replaced, without running it.
+"""Commands of a launch script with their variables replaced; the script is not run.
 
     evaluate(text, environment={"HOME": "/home/me"}, given={"DEVICE": "gpu"}, arguments=("8",))
 

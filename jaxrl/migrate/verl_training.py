@@ -1,4 +1,4 @@
-"""What verl's trainers share: optimizer, layout, offload, adapters, checkpoints, logging."""
+"""Settings that verl's trainers share: optimizer, layout, offload, adapters, checkpoints, logs."""
 
 import math
 

@@ -69,7 +69,7 @@ def check_mesh(
 
 
 def _place_errors(cfg: DecoderConfig, n_time: int, n_tensor: int, ulysses: int) -> list[str]:
-    """What the devices that form one place of a ring do not divide."""
+    """The sizes that the devices of one place of a ring do not divide."""
     errors = []
     if n_time % ulysses:
         errors.append(f"sequence={n_time} devices over learner.ulysses_size={ulysses}")

@@ -1,4 +1,4 @@
-"""What the backward pass keeps of the layers: policies of `jax.checkpoint` by name."""
+"""Activations that the backward pass keeps: policies of `jax.checkpoint` by name."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -40,7 +40,7 @@ def _tpu(name: str, gib: float, tera: float, giga: float, link: float, host: flo
 
 @dataclasses.dataclass(frozen=True)
 class Die:
-    """What the compiler knows of a GPU (openxla/xla, xla/backends/gpu/target_config/specs)."""
+    """The compiler's data of a GPU (openxla/xla, xla/backends/gpu/target_config/specs)."""
 
     capability: tuple[int, int]  # of CUDA: major, minor
     cores: int

@@ -103,7 +103,7 @@ def compile_programs(
 
 
 def machine_note(cfg: RunConfig, machine: Topology) -> str:
-    """What a plan assumes about the machine, or does not use of it; "" if neither."""
+    """Assumptions of a plan about the machine, and parts that it does not use; "" if neither."""
     kind = machine.devices[0].device_kind if machine.platform == "tpu" else ""
     could = kind in WITH_SPARSE_CORES and len(machine.devices) > 1
     if could and not set(SPARSE_CORES) & set(compiler_options(cfg.learner.xla, "tpu", kind)):

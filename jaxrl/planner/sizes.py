@@ -1,4 +1,4 @@
-"""What the formulas of a plan compute with: the run, the settings, and sizes per device."""
+"""Inputs of a plan's formulas: the run, the settings, and sizes per device."""
 
 import collections
 import dataclasses
@@ -98,7 +98,7 @@ class Job:
         return self.role_decoders.get(role, self.decoder)
 
     def facts(self, role: str) -> "ModelFacts":
-        """What all candidates share of the model of a role; computed once."""
+        """Sizes of a role's model that all candidates share; computed once."""
         if role not in self._facts:
             self._facts[role] = _model_facts(self, role)
         return self._facts[role]
@@ -142,7 +142,7 @@ class ModelFacts:
 
 @dataclasses.dataclass(frozen=True)
 class CandidateSettings:
-    """What a candidate chooses."""
+    """The settings of a candidate."""
 
     mesh: Mapping[str, int]
     tokens: int  # token budget of a data-parallel rank

@@ -61,7 +61,7 @@ def render(record: Record, folder: str, *, live: bool = False) -> str:
 
 
 def page_data(record: Record, folder: str, *, live: bool = False) -> dict[str, Any]:
-    """What the page shows, except the configuration."""
+    """The data of the page, except the configuration."""
     charts, empty = chart_data(record)
     return {
         "title": cut(str(record.config.get("name", folder)), MAX_NAME_CHARS),

@@ -66,7 +66,7 @@ def _value(rollout: Rollout, name: str, decode: Decode | None) -> Any:
 
 
 def _outcome(rollout: Rollout) -> dict[str, Any]:
-    """What extra_info has of the response."""
+    """The fields of extra_info about the response."""
     outcome = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
     if rollout.episode is None:
         return outcome
@@ -117,7 +117,7 @@ def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
 
 
 def _info(episode: Episode) -> dict[str, Any]:
-    """What reward functions get as extra_info["episode"]; the keys are a public interface."""
+    """The value of extra_info["episode"] of reward functions; the keys are a public interface."""
     return _messages(episode) | {
         "n_turns": episode.n_turns,
         "reward": episode.reward,

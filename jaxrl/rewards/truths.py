@@ -15,7 +15,7 @@ TAGS, BOX, MARK, ALONE = "<answer>{}</answer>", r"\boxed{{{}}}", "#### {}", "{}"
 
 @dataclasses.dataclass(frozen=True)
 class TruthKind:
-    """What a reward takes as ground truth."""
+    """The kind of ground truth that a reward takes."""
 
     takes: str  # for messages
     read: Callable[..., Any]  # of the truth; raises ValueError if no response can match it
@@ -49,7 +49,7 @@ _KINDS = {
 
 
 def takes(spec: str) -> str:
-    """What the reward that `spec` names takes as ground truth; "" if that is not known."""
+    """The kind of ground truth of the reward that `spec` names; "" if that is not known."""
     name = spec.partition("?")[0]
     if name == "by_source":
         return "what the reward of the row's data_source takes"

@@ -1,4 +1,4 @@
-"""What a reward worker sends to the trainer, and its validation.
+"""Messages of a reward worker to the trainer, and their validation.
 
 {"signatures": [[form, is_async, [name, ...], [name, ...], all_columns], ...]} or {"error": text} at
 startup, then for each call {"begin": number} and

@@ -119,7 +119,7 @@ def check_all_joined() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What must be the same in all processes of a run, except the host name."""
+    """The properties that must be the same in all processes of a run, except the host name."""
 
     host: str  # for messages
     cfg: RunConfig

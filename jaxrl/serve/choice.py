@@ -14,7 +14,7 @@ MAX_PENDING = 4 * MAX_CHARACTER  # tokens whose text is held back
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What one dispatch of the engine adds to a choice."""
+    """The part of a choice that one dispatch of the engine adds."""
 
     text: str
     first_token: int  # index in the choice of the delta's first token

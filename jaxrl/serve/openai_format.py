@@ -42,7 +42,7 @@ class ResponseFormatter:
         return text | self._details(choice, 0)
 
     def content_and_calls(self, choice: Choice, text: str) -> tuple[str, list[Json]]:
-        """What the next piece of a choice's text adds: content, and tool calls with their index."""
+        """The delta of the next piece of a choice's text: content, and indexed tool calls."""
         if not self._outputs:
             return text, []
         delta = self._outputs[choice.index].add(text, ended=bool(choice.finish_reason))

@@ -83,7 +83,7 @@ class ActiveResponse:
     async def deltas[T](
         self, write: Callable[[Choice, Delta], T]
     ) -> AsyncIterator[tuple[Choice, T]]:
-        """What `write` makes of each delta, with its choice, until all choices have ended.
+        """The result of `write` for each delta, with its choice, until all choices have ended.
 
         `write` runs on a worker, one call at a time. Raises RequestError (504) after the timeout,
         and errors of the engine.

@@ -1,4 +1,4 @@
-"""What worker processes print: sanitized, limited, and shown with the name of the worker."""
+"""Output of worker processes: sanitized, limited, and shown with the name of the worker."""
 
 import contextlib
 import re

@@ -60,12 +60,12 @@ class ToolParser:
         self._call_end = CallEnd(tool_format.closing or tool_format.opening)
 
     def add(self, piece: str) -> ParsedTurn:
-        """What the next piece of text completes."""
+        """The text and calls that the next piece completes."""
         self._text += piece
         return self._read(final=False)
 
     def finish(self) -> ParsedTurn:
-        """What was held back. A last call without its closing marker is read as well."""
+        """The text that was held back. A last call without its closing marker is read as well."""
         return self._read(final=True)
 
     def _read(self, *, final: bool) -> ParsedTurn:

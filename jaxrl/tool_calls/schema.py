@@ -127,7 +127,7 @@ def _schema_error(text: str) -> str:
 
 
 def _unsupported(schema: Any) -> str:
-    """What the check of a schema would misread, or take too long for; "" if there is nothing."""
+    """The part of a schema that its check would misread or take too long for; "" if none."""
     for part in _subschemas(schema):
         draft = part.get("$schema", _DRAFTS[-1])
         if not isinstance(draft, str) or not draft.rstrip("#").endswith(_DRAFTS):

@@ -22,7 +22,7 @@ def write_first_samples(folder: Path, samples: Sequence[tuple[int, Sequence[Mark
 
 
 def read_first_samples(folder: Path) -> list[tuple[int, list[MarkedText]]]:
-    """What write_first_samples() wrote; none if there is no such file. Skips damaged lines."""
+    """The samples that write_first_samples() wrote; none without the file. Skips damaged lines."""
     found = []
     for line in read_lines(folder / FILE):
         parts = line.get("parts")

@@ -97,7 +97,7 @@ class Clock:
 
 @dataclasses.dataclass(kw_only=True)
 class Core:
-    """What a step of any training program reads and changes, with the services of the run."""
+    """The state that a step of any program reads and changes, and the services of the run."""
 
     cfg: RunConfig
     session: Session

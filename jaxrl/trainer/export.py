@@ -40,7 +40,7 @@ MAX_SHOWN = 4  # differences in one error message
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """What a part is made from."""
+    """The source of an exported part."""
 
     prefix: str  # of its arrays in the checkpoint
     heads: tuple[str, ...]  # of the export

@@ -1,4 +1,4 @@
-"""What a run reports if a device is out of memory."""
+"""The report of a run whose device is out of memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator

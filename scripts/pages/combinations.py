@@ -62,7 +62,7 @@ def example(chosen: dict[str, str]) -> RunConfig:
 
 
 def outcome(chosen: dict[str, str]) -> str:
-    """What the checks say of these names together: accepted, warned or refused."""
+    """The result of the checks for these names together: accepted, warned or refused."""
     run = example(chosen)
     if algorithm_errors(run):
         return "refused"

@@ -130,7 +130,7 @@ def test_values_that_were_not_json_have_the_same_limits():
 
 
 def exchanged(content):
-    """What the trainer receives if a worker writes these bytes as a message."""
+    """The trainer's view of a worker that writes these bytes as a message."""
     ours, theirs = socket.socketpair()
     with contextlib.closing(Channel(ours)) as channel, theirs:
         theirs.sendall(len(content).to_bytes(8, "big") + content)

@@ -129,7 +129,7 @@ def test_the_logits_of_a_config_are_those_of_transformers(
 
 @pytest.mark.parametrize("model_type", FAMILY_TYPES.values())
 def test_transformers_reads_a_config_and_its_export_with_the_same_meaning(model_type, tmp_path):
-    """What transformers saves of the config, and of its export, is read as the config itself."""
+    """The config that transformers saves, and that of its export, are read as the config itself."""
     for name in SUPPORTED:
         original = CASES[name]["config"]
         if original["model_type"] != model_type:

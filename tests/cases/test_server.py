@@ -97,7 +97,7 @@ def answer(request, renderer, generated):
 
 
 def output(tokens, top=None):
-    """What the engine returns for a finished response; `top` are the likely tokens everywhere."""
+    """The engine's output for a finished response; `top` are the likely tokens everywhere."""
     logp = np.full(len(tokens), -1.0, np.float32)
     if top is not None:
         rows = np.tile(np.array(top, np.int32), (len(tokens), 1))

@@ -108,7 +108,7 @@ def test_the_command_line_accepts_the_default_of_every_key():
         ("--config.data.template_kwargs=3", "data.template_kwargs=3 is of type int; set a mapping"),
         ("--config.data.template_kwargs.a.b=3", "no key data.template_kwargs.a.b"),
         ("--config.data.template_kwargs.a", "set --config.data.template_kwargs.a=False"),
-        ("--config.data.today=tomorrow", "data.today='tomorrow' is no date; write YYYY-MM-DD"),
+        ("--config.data.today=tomorrow", "data.today='tomorrow' is not a date; write YYYY-MM-DD"),
         ("--config.rollout.n", "--config.rollout.n has no value"),
         ("--config.rollout.n=1", "set rollout.n to 2 or more"),
         ("--rollout.n=4", "unknown argument --rollout.n=4; did you mean --config.rollout.n?"),

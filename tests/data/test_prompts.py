@@ -240,7 +240,7 @@ def test_a_folder_without_splits_is_read_completely(load, tmp_path):
 
 
 def save_to_disk(folder, rows, n_shards=2):
-    """What Dataset.save_to_disk writes: arrow streams and their order in state.json."""
+    """The files of Dataset.save_to_disk: arrow streams and their order in state.json."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05d}-of-{n_shards:05d}.arrow" for i in range(n_shards)]
     for i, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""What the backward pass of the decoder keeps, and in which order it runs.
+"""Activations that the backward pass of the decoder keeps, and the order in which it runs.
 
 Tests of `run_layers` in jaxrl/models/decoder.py, and of jaxrl/models/layers/mlp.py.
 """

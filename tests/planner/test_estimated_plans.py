@@ -69,7 +69,7 @@ def stored(name: str) -> Stored:
 
 
 def settings(job: Job) -> CandidateSettings:
-    """What the config of a job chooses."""
+    """The settings in the config of a job."""
     cfg, n = job.cfg, len(job.machine.devices)
     mesh = dataclasses.asdict(cfg.mesh)
     others = math.prod(size for size in mesh.values() if size > 0)

@@ -79,7 +79,7 @@ def _date_errors(data: DataConfig) -> list[str]:
     try:
         datetime.date.fromisoformat(data.today or "2000-01-01")
     except ValueError:
-        return [f"data.today={data.today!r} is no date; write YYYY-MM-DD, such as 2025-01-31"]
+        return [f"data.today={data.today!r} is not a date; write YYYY-MM-DD, such as 2025-01-31"]
     return []
 
 

@@ -88,8 +88,8 @@ def _budget_errors(run: RunConfig) -> list[str]:
     for name, budget in (("score", run.score.token_budget), ("ref", run.ref.token_budget)):
         if budget % unit:
             errors.append(
-                f"{name}.token_budget={budget} is no multiple of learner.token_budget={unit}; set "
-                f"{-(-budget // unit) * unit}, or 0 for the same"
+                f"{name}.token_budget={budget} is not a multiple of learner.token_budget={unit}; "
+                f"set {-(-budget // unit) * unit}, or 0 for the same"
             )
     return errors
 

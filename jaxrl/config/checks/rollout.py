@@ -53,8 +53,8 @@ def _page_errors(run: RunConfig) -> list[str]:
     errors, rollout = [], run.rollout
     if rollout.page_len % PAGE_ALIGN:
         errors.append(
-            f"rollout.page_len={rollout.page_len} is no multiple of {PAGE_ALIGN}, which the engine "
-            "needs for the same logprobs as the trainer; set "
+            f"rollout.page_len={rollout.page_len} is not a multiple of {PAGE_ALIGN}, which the "
+            "engine needs for the same logprobs as the trainer; set "
             f"{-(-rollout.page_len // PAGE_ALIGN) * PAGE_ALIGN}"
         )
     if rollout.max_num_batched_tokens < rollout.page_len:

@@ -109,7 +109,7 @@ def _continuation(
 
 
 def _alone(renderer: ChatRenderer, message: Message) -> str:
-    """What the model generates for a turn if it answers a single question.
+    """The text that the model generates for a turn if it answers a single question.
 
     For templates that change the context once the turn is there: Mistral's write the system prompt
     into the last question, if no turn follows. "" if the turn does not continue its generation

@@ -59,7 +59,7 @@ class TokenCounts:
 
 @struct.dataclass
 class RowState:
-    """What the adjustments of the next token of each row depend on."""
+    """The inputs of the adjustments of each row's next token."""
 
     adjustments: Adjustments
     counts: TokenCounts

@@ -65,7 +65,7 @@ class DecodeBatch:
         return count_tokens(self.history, self.position, self.adjustments, n_vocab)
 
     def row_state(self, counts: TokenCounts | None, position: jax.Array) -> RowState | None:
-        """What the adjustments of the tokens after `position` depend on."""
+        """The inputs of the adjustments of the tokens after `position`."""
         if self.adjustments is None or counts is None:
             return None
         return RowState(self.adjustments, counts, self.stop_ids, position)

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class KVPoolSpec:
-    """What the pages of a pool hold, and how they are sharded over the current mesh."""
+    """The arrays of a page pool, and their sharding over the current mesh."""
 
     cfg: DecoderConfig
     page_len: int

@@ -59,7 +59,7 @@ class Slots:
 def unsupported_by_cudnn(
     q: jax.Array, window: int | jax.Array, softcap: float | None
 ) -> str | None:
-    """What cuDNN does not support about these queries and what to set; None if it does."""
+    """The property of these queries that cuDNN does not support and the remedy; None if it does."""
     H = q.shape[-1]
     if q.dtype != jnp.bfloat16:
         return f"queries of {q.dtype} (set config.model.dtype to 'bfloat16')"

@@ -1,4 +1,4 @@
-"""What the Pallas kernels for packed rows support, known without an import of Pallas."""
+"""Limits of the Pallas kernels for packed rows, known without an import of Pallas."""
 
 import jax
 
@@ -12,7 +12,7 @@ MIN_ROWS = 16  # of a tensor-core matrix product
 
 
 def unsupported_by_triton(q: jax.Array) -> str | None:
-    """What the kernels do not support about these queries; None if they do."""
+    """The property of these queries that the kernels do not support; None if they do."""
     return unsupported_width(q.shape[-1])
 
 

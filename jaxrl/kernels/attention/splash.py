@@ -96,7 +96,7 @@ class SplashBlocks:
         return jnp.where(seen[..., None], out, 0), jnp.where(seen, norm, MASKED)
 
     def backward(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
-        """What these keys contribute to (dq, dk, dv); `out` and `norm` are those of all keys."""
+        """Contribution of these keys to (dq, dk, dv); `out` and `norm` are of all keys."""
         # Padding after the row has no gradient, but its denominator must be finite.
         norm = jnp.where(norm > MASKED, norm, 0.0)
         rows = q, k, v, out, norm, d_out, first, last

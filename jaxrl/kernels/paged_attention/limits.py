@@ -1,4 +1,4 @@
-"""What the Pallas kernels for paged KV caches support, known without an import of Pallas."""
+"""Limits of the Pallas kernels for paged KV caches, known without an import of Pallas."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ SUBLANES, LANES = 16, 128  # of a bfloat16 tile on TPU
 
 
 def unsupported_by_ragged(k_pages: Pages, page_table: jax.Array) -> str | None:
-    """What the kernel does not support about these pages; None if it does."""
+    """The property of these pages that the kernel does not support; None if it does."""
     if k_pages.dtype not in (jnp.bfloat16, jnp.float32):
         return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
     if k_pages.shape[2] % SUBLANES:
@@ -32,7 +32,7 @@ def unsupported_by_ragged(k_pages: Pages, page_table: jax.Array) -> str | None:
 
 
 def unsupported_by_triton(k_pages: Pages) -> str | None:
-    """What the kernel does not support about these pages; None if it does."""
+    """The property of these pages that the kernel does not support; None if it does."""
     page_len, H = k_pages.shape[2:]
     if not isinstance(k_pages, Quantized) and k_pages.dtype not in (jnp.bfloat16, jnp.float32):
         return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"

@@ -49,7 +49,7 @@ class BlockKernel(Protocol):
         ...
 
     def backward(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
-        """What these keys contribute to (dq, dk, dv); `out` and `norm` are those of all keys."""
+        """Contribution of these keys to (dq, dk, dv); `out` and `norm` are of all keys."""
         ...
 
 

@@ -157,7 +157,7 @@ def _chunks(keys) -> tuple[list, list]:
 
 
 def _masks(ring: Ring, step, queries: Queries, visibility: Visibility) -> list[Mask]:
-    """What the queries see of both chunks of keys that are here after `step` steps."""
+    """The visible parts of both chunks of keys that are here after `step` steps."""
 
     def keys(base) -> Visibility:
         cut = functools.partial(

@@ -1,4 +1,4 @@
-"""What every ring kernel shares: the devices of a row, their chunks, and the keys that travel.
+"""Shared parts of the ring kernels: the devices of a row, their chunks, and the keys that travel.
 
 A ring has r places. The tokens of a row are in zig-zag order (sharding/order.py): place p has chunk
 p of the first half of the row and chunk 2r - 1 - p, of c tokens each, and so do the travelling

@@ -37,7 +37,7 @@ TABLES = {"embed": -3, "lm_head": -4}  # fields of a Decoder, each a part
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What an optimizer's transformation is built from."""
+    """The parts from which an optimizer's transformation is built."""
 
     build: Build
     specs: Tree

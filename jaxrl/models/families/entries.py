@@ -79,7 +79,7 @@ QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """What one family makes of the entries of its config.json."""
+    """The entries of config.json that one family reads."""
 
     classes: tuple[str, ...]  # names of its classes in transformers, without "ForCausalLM"
     read: frozenset[str]

@@ -41,7 +41,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class SaveSettings:
-    """What an export changes in the files of the model that was trained."""
+    """Changes of an export to the files of the model that was trained."""
 
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries

@@ -1,1 +1,1 @@
-"""What a compiled program costs: its operations, its kernels, and their order in time."""
+"""Cost of a compiled program: its operations, its kernels, and their order in time."""

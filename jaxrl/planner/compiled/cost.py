@@ -82,7 +82,7 @@ def program_cost(
 
 @dataclasses.dataclass
 class _Work:
-    """What one kernel does, and the collectives inside it."""
+    """The work of one kernel, and the collectives inside it."""
 
     flops: dict[str, float] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(float)

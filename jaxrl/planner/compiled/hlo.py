@@ -74,7 +74,7 @@ class Instruction:
 
     @property
     def channel(self) -> str:
-        """What identifies a collective in all fusions that a TPU's compiler splits it over."""
+        """The identity of a collective in all fusions that a TPU's compiler splits it over."""
         match = re.search(r"channel_id=(\d+)", self.attributes)
         return f"channel {match[1]}" if match else self.name
 

@@ -50,7 +50,7 @@ class HloStart:
 
 @dataclasses.dataclass(frozen=True)
 class HloDone:
-    """What follows needs the result of the collective that began under this name."""
+    """The end of a collective: later steps need the result of the one with this name."""
 
     name: str
 

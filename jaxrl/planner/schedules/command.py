@@ -19,7 +19,7 @@ N_STEPS = 8  # of groups, which repeat afterwards
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What to simulate."""
+    """The schedules to simulate."""
 
     schedule: ScheduleConfig
     lengths: str

@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedStep:
-    """What became of a training step. Times are since the start of the run."""
+    """The outcome of a training step. Times are since the start of the run."""
 
     ready_s: float  # its batch is generated
     busy_s: float  # of all replicas until then

@@ -29,7 +29,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-    """What an agent asks for."""
+    """The request of an agent."""
 
     messages: tuple[Message, ...]
     tools: tuple[Json, ...] = ()

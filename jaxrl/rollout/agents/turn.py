@@ -1,4 +1,4 @@
-"""What an agent gets of a turn of the model: text without stop strings, and tool calls."""
+"""A turn of the model as an agent receives it: text without stop strings, and tool calls."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -58,7 +58,7 @@ class WeightUpdate:
 
 
 def change(old: np.ndarray, new: np.ndarray) -> ArrayChange:
-    """What turns the bits `old` into `new`, both flat unsigned integers."""
+    """The change from the bits `old` to `new`, both flat unsigned integers."""
     places = np.flatnonzero(old != new)
     n_blocks = -(-len(new) // BLOCK)
     counts = np.bincount(places // BLOCK, minlength=n_blocks).astype(np.uint32)
@@ -151,7 +151,7 @@ class RemoteWeights:
         return contextlib.nullcontext()
 
     def take_metrics(self) -> dict[str, float]:
-        """What was published since the last call."""
+        """The weights published since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 

@@ -1,4 +1,4 @@
-"""What a rollout worker and the trainer's process send each other."""
+"""Messages between a rollout worker and the trainer's process."""
 
 import dataclasses
 from typing import Any
@@ -48,7 +48,7 @@ class Registration:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a worker does in one dispatch, in this order."""
+    """The work of a worker in one dispatch, in this order."""
 
     free: tuple[int, ...]  # requests to cancel
     update: WeightUpdate | None  # weights to load; None: it has them

@@ -1,4 +1,4 @@
-"""What a server accepts, and text to prompt tokens in a time that the context length bounds."""
+"""A server's limits, and text to prompt tokens in a time that the context length bounds."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ CUT_TOKENS = 64  # tokens that a prefix may have more than the whole text
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """What the server accepts."""
+    """Limits of the server."""
 
     model_name: str  # the served model name
     max_model_len: int  # tokens of prompt and response together

@@ -13,7 +13,7 @@ from jaxrl.tool_calls.parser import ToolParser
 
 @dataclasses.dataclass(frozen=True)
 class ToolDelta:
-    """What a piece of text adds to a response."""
+    """The part of a response that a piece of text adds."""
 
     content: str
     calls: tuple[dict[str, Any], ...]  # in OpenAI's form, with their index in the response

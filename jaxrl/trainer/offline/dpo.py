@@ -80,7 +80,7 @@ def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarra
 
 
 def divisors(completions: Sequence[Demonstration], cfg: PreferenceConfig) -> np.ndarray:
-    """What the log ratio of each completion is divided by: 1, or its number of loss tokens."""
+    """The divisor of each completion's log ratio: 1, or its number of loss tokens."""
     if cfg.ipo_reduction == "mean":
         return np.array([d.n_loss_tokens for d in completions], np.float32)
     return np.ones(len(completions), np.float32)

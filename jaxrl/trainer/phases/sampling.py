@@ -103,7 +103,7 @@ SUMMED = ("buffer/dropped", "buffer/waited_s", "rollout/busy_s")
 
 
 def _reduction(name: str) -> Callable[[Sequence[float]], float]:
-    """What makes one metric of those of several batches."""
+    """The function that makes one metric of several batches."""
     if name.startswith("time/") or name in SUMMED:
         return np.sum
     return np.max if name.endswith("/max") else np.mean

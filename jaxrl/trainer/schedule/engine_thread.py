@@ -29,7 +29,7 @@ Check = Callable[[], None]  # raises to stop waiting
 
 @dataclasses.dataclass(frozen=True)
 class BatchOrder:
-    """What the trainer orders: one more batch."""
+    """An order of the trainer: one more batch."""
 
     step: int  # that its prompts are drawn for
     version: int  # of the weights

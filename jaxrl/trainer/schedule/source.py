@@ -200,7 +200,7 @@ def released_on_error(source: PartialSource) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one process generated of a batch."""
+    """The part of a batch that one process generated."""
 
     rollouts: list[Rollout]
     rewards: list[Reward]  # of its functions

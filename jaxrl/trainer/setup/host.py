@@ -30,7 +30,7 @@ Environments = EnvironmentPool | Agents  # agents with their endpoint
 
 @dataclasses.dataclass(frozen=True)
 class HostSide:
-    """What a run has before its devices are opened."""
+    """The host side of a run, before its devices are opened."""
 
     session: Session
     models: Models

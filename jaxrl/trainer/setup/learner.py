@@ -26,7 +26,7 @@ from sharding import Rules, hosts, to_host
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """What updates and scores the policy."""
+    """The programs that update and score the policy."""
 
     rules: Rules
     n_ranks: int  # data-parallel ranks

@@ -58,7 +58,7 @@ from jaxrl.types import Prompt
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What a training run has before its weights are loaded."""
+    """The devices and programs of a run, before its weights are loaded."""
 
     host: HostSide
     policy: Policy

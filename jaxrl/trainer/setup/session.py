@@ -67,7 +67,7 @@ def check_processes(cfg: RunConfig) -> None:
 
 
 def _process_errors(cfg: RunConfig, n: int) -> list[str]:
-    """What of a schedule other than sync does not work in `n` processes."""
+    """The parts of a schedule other than sync that do not work in `n` processes."""
     schedule, n_prompts = cfg.schedule, cfg.data.prompts_per_step
     refused = [
         (schedule.order == "arrival", "schedule.order='arrival'", "schedule.order='prompt'"),

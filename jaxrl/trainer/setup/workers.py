@@ -68,7 +68,7 @@ def make_workers(
 
 
 def gather_to_processes(mesh: Mesh) -> Resharding | None:
-    """What gives the devices of each process all arrays on the mesh; None for one process.
+    """The resharding of all arrays of the mesh to each process's devices; None for one process.
 
     Raises ValueError if the devices of a process are no block of the mesh.
     """

@@ -13,7 +13,7 @@ PROGRAMS = {machine: seccomp.filter_program(machine) for machine in MACHINES}
 
 
 def decision(machine, number, *arguments, architecture=None):
-    """What the filter returns for a call: an interpreter of the instructions that it uses."""
+    """The filter's result for a call: an interpreter of the instructions that it uses."""
     words = {0: number, 4: architecture or seccomp.ARCHITECTURES[machine]}
     for i, argument in enumerate((*arguments, *(0,) * (6 - len(arguments)))):
         words |= {16 + 8 * i: argument & 0xFFFFFFFF, 20 + 8 * i: argument >> 32}

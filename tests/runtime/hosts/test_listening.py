@@ -1,4 +1,4 @@
-"""What a run listens on: nothing in one process, the coordinator's address in several.
+"""Addresses that a run listens on: none in one process, the coordinator's in several.
 
 Tests of jaxrl/runtime/multihost.py.
 """

@@ -139,7 +139,7 @@ class Threads:
 
 
 def fake_run(engine, step):
-    """What PartialSource uses of a run whose weights are the number of the step."""
+    """The parts of a run that PartialSource uses; the weights are the number of the step."""
 
     def block(value=None):
         return lambda *args, **kwargs: contextlib.nullcontext(value)

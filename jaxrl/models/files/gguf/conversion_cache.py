@@ -58,7 +58,7 @@ def _digest(path: Path, *_: int) -> str:
 
 
 def record(folder: Path, digest: str) -> dict:
-    """What `folder` was converted from, and the sizes of its files in bytes."""
+    """The source that `folder` was converted from, and the sizes of its files in bytes."""
     files = (path for path in folder.iterdir() if path.name != RECORD)
     sizes = {path.name: path.stat().st_size for path in files}
     return {"sha256": digest, "converter": CONVERTER, "files": dict(sorted(sizes.items()))}
