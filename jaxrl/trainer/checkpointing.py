@@ -24,7 +24,7 @@ from sharding import hosts
 
 def save(core: Core) -> None:
     """Starts an asynchronous checkpoint of all state that the next step depends on."""
-    core.session.check_lock()
+    core.check_lock()
     host = {
         "step": core.clock.step,
         "iterator": core.position,

@@ -122,9 +122,14 @@ class Core:
         if self.clock.step_restartable:
             self.session.stop.check()
 
+    def check_lock(self) -> None:
+        """Raises FolderLockError if another process took over the run folder."""
+        if self.session.lock is not None:
+            self.session.lock.check()
+
     def end_step(self, metrics: dict[str, float]) -> None:
         """Increments the step counter and logs the metrics."""
-        self.session.check_lock()
+        self.check_lock()
         clock, self.position = self.clock, self.iterator.state()
         clock.step, clock.step_restartable = clock.step + 1, True
         self.logger.metrics(clock.step, metrics | clock.take_seconds())

@@ -32,11 +32,6 @@ class Session:
     lock: FolderLock | None  # on the run folder; None except in the main process
     ray: ModuleType | None  # connected to its cluster; None without rollout workers
 
-    def check_lock(self) -> None:
-        """Raises FolderLockError if another process took over the run folder."""
-        if self.lock is not None:
-            self.lock.check()
-
 
 def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
     """Joins the process group, locks the run folder and checks the config against both."""

@@ -26,9 +26,10 @@ from tests.trainer.phases.test_mini_batches import config, rewarded
 def rollouts_with(rewards, length=3):
     """Scored rollouts: one row of `rewards` per prompt."""
     tokens, logp = np.full(length, 7, np.int32), np.zeros(length, np.float32)
+    messages = ({"role": "user", "content": "2 + 2"},)
     return [
         ScoredRollout(
-            Rollout(Prompt(p, (), tokens, "4"), s, tokens, logp, logp == 0, tokens, "stop"),
+            Rollout(Prompt(p, messages, tokens, "4"), s, tokens, logp, logp == 0, tokens, "stop"),
             Reward(float(reward)),
         )
         for p, group in enumerate(rewards)
