@@ -58,11 +58,6 @@ class Migration:
         self._read: dict[str, None] = {}  # in order
         self._missed: set[str] = set()  # read, but not known
 
-    @property
-    def carried(self) -> set[str]:
-        """The names of the settings that a translation has read."""
-        return set(self._read)
-
     def given(self, name: str) -> bool:
         """Whether the run sets this name, to a value that is known or not."""
         return name in self.settings.values or name in self.settings.unresolved

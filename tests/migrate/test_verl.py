@@ -163,7 +163,7 @@ def test_a_script_of_verl_gives_a_config_that_checks_or_a_named_refusal(name):
     if "data.train_files" in given:
         listed = given["data.train_files"]
         assert list(found.config["data.train"]) == ([listed] if isinstance(listed, str) else listed)
-    named = {note.setting.partition("=")[0] for note in found.notes} | found.carried
+    named = {note.setting.partition("=")[0] for note in found.notes} | found._read.keys()
     assert set(given) | unknown <= named, "every setting is carried over or named"
     if not refused:
         errors, _ = check(found.config, found.n_devices, found.n_processes)
