@@ -50,7 +50,6 @@ def settings_of(job: Job) -> CandidateSettings:
         learner.zero,
         learner.mlp_chunk,
         learner.pipeline_schedule,
-        learner.pipeline_chunks,
         cfg.rollout.tensor,
         cfg.rollout.release_kv,
     )
