@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxrl.config.command_line import load_config
+from jaxrl.config.config_file import load_config
 
 
 def get_config() -> ConfigDict:

@@ -25,7 +25,8 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
     {"jaxrl.models", "jaxrl.rewards", "jaxrl.report", "jaxrl.runtime"},
     {"jaxrl.layout", "jaxrl.environments"},
     {"jaxrl.engine", "jaxrl.learner"},
-    {"jaxrl.rollout", "jaxrl.planner"},
+    {"jaxrl.rollout"},
+    {"jaxrl.planner"},
     {"jaxrl.trainer"},
     {
         "jaxrl.train",

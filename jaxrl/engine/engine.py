@@ -13,7 +13,13 @@ from jaxrl.config.keys import RolloutConfig
 from jaxrl.data.support import from_bits, unrestricted
 from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request, TopTokens
 from jaxrl.engine.device.adjustments import MAX_BIAS
-from jaxrl.engine.device.batches import MAX_STOP_IDS, dispatch_shapes, split_rows, stop_ids
+from jaxrl.engine.device.batches import (
+    MAX_STOP_IDS,
+    dispatch_shapes,
+    exit_size,
+    split_rows,
+    stop_ids,
+)
 from jaxrl.engine.device.decode_loop import DecodeOutput
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRunner
@@ -287,10 +293,7 @@ class PagedEngine:
         n, adjusted = max(map(len, seqs)), _adjusted(seqs)
         ready = self._ready("decode", self.shapes.decode_buckets, adjusted=adjusted)
         bucket = min(b for b in ready if b >= n)
-        # Exit early when a smaller batch suffices, or when ended sequences make room for others.
-        exit_at = max((b for b in self.shapes.decode_buckets if b < n), default=0)
-        if self.scheduler.n_waiting:
-            exit_at = n - max(1, n // 32)
+        exit_at = exit_size(n, self.shapes.decode_buckets, self.scheduler.n_waiting)
         return self.runner.decode(
             params, seqs, bucket, n_steps=n_steps, exit_at=exit_at, adjusted=adjusted
         )

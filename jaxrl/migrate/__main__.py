@@ -110,6 +110,8 @@ def migrate(
     if path.suffix in (".yaml", ".yml"):
         settings = yaml_file(source, environment)
         framework = framework or _framework_of(settings)
+        if framework == "openrlhf":
+            raise ValueError("OpenRLHF has no YAML files; give the launch script")
         program = _program_of(settings, framework)
     elif path.suffix == ".py":
         if framework not in (None, "trl") or "trl" not in source:
@@ -177,7 +179,7 @@ def _program_of(settings: Settings, framework: str) -> str:
     names = {*settings.values, *settings.unresolved}
     if names & {"num_generations", "max_completion_length", "reward_funcs"}:
         return "grpo"
-    if kind := settings.values.get("trainer"):
+    if (kind := settings.values.get("trainer")) in trl.PROGRAMS:
         return str(kind)
     raise ValueError(
         "the file does not say which trainer it is for; add trainer=grpo, sft, dpo, kto, rloo or "
@@ -204,16 +206,13 @@ def report(found: Migration, ours: Mapping[str, Any], source: str, output: str |
         n = len(refused) + len(errors)
         print(f"no config is written: {n} error{'s' * (n > 1)} above", file=sys.stderr)
         return 1
-    content = text(config, source, found.program, _pending(notes))
+    command = f"python -m {found.program} --config={output or 'my_run.py'}"
+    content = text(config, source, command, _pending(notes))
     if output is None:
         print(content, end="")
     else:
         pathlib.Path(output).write_text(content)
-    print(
-        f"the config passes jaxrl's checks; run it: python -m {found.program} "
-        f"--config={output or 'my_run.py'}",
-        file=sys.stderr,
-    )
+    print(f"the config passes jaxrl's checks; run it: {command}", file=sys.stderr)
     return 0
 
 

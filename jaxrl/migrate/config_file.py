@@ -1,6 +1,5 @@
 """The config file that a migration writes, and the checks that it passes."""
 
-import functools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ def check(
     config: Mapping[str, Any], n_devices: int | None, n_processes: int
 ) -> tuple[list[str], list[str]]:
     """The errors and the warnings of the checks of a config with these keys set."""
-    tree, known = to_dict(RunConfig()), _known()
+    tree, known = to_dict(RunConfig()), keys(RunConfig)
     for name, value in config.items():
         *parts, last = name.split(".")
         section: Any = tree
@@ -31,11 +30,6 @@ def check(
     return [], [str(one.message) for one in caught]
 
 
-@functools.cache
-def _known() -> dict[str, Key]:
-    return keys(RunConfig)
-
-
 def _converted(value: Any, spec: Key) -> Any:
     if spec.type is str and not isinstance(value, str):
         return str(value)
@@ -44,15 +38,15 @@ def _converted(value: Any, spec: Key) -> Any:
     return value
 
 
-def text(config: Mapping[str, Any], source: str, program: str, notes: Sequence[str]) -> str:
+def text(config: Mapping[str, Any], source: str, command: str, notes: Sequence[str]) -> str:
     """A config file that sets what differs from the defaults of jaxrl."""
-    lines = [f'"""Migrated from {source}.', "", f"    python -m {program} --config=THIS_FILE"]
+    lines = [f'"""Migrated from {source}.', "", f"    {command}"]
     lines += ['"""', "", "from ml_collections import ConfigDict", ""]
     lines += ["from jaxrl.config import default_config", "", ""]
     lines += ["def get_config() -> ConfigDict:"]
     lines += [f"    # {note}" for note in notes]
     lines += ["    config = default_config()"]
-    for name, spec in _known().items():
+    for name, spec in keys(RunConfig).items():
         value = _converted(config.get(name, spec.default), spec)
         if value != spec.default:
             lines.append(f"    config.{name} = {_literal(value)}")

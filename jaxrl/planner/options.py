@@ -32,7 +32,7 @@ Simulates schedules of rollout and training (sync, partial, async) from the plan
     --schedule=NAME        sync, partial or async; async on every split of the devices
     --lengths=FILE         response lengths, one prompt's per line, or "lognormal?mean=N&sigma=X"
     --max-staleness=N      training steps between the first token and the update (1)
-    --oversample=X         steps of groups that partial has in flight (max-staleness + 1)
+    --oversample=X         steps of groups in flight (as many as max-staleness allows)
     --rollout-devices=N    this split only
     --search               all schedules, splits and staleness; names the best
     --plan=FILE            --json output to simulate, instead of compiling

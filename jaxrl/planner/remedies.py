@@ -46,12 +46,12 @@ def settings_of(job: Job) -> CandidateSettings:
         dict(mesh.shape),
         learner.token_budget,
         learner.remat,
-        learner.offload,
-        learner.zero,
-        learner.mlp_chunk,
-        learner.pipeline_schedule,
-        cfg.rollout.tensor,
-        cfg.rollout.release_kv,
+        offload=learner.offload,
+        zero=learner.zero,
+        mlp_chunk=learner.mlp_chunk,
+        pipeline_schedule=learner.pipeline_schedule,
+        rollout_tensor=cfg.rollout.tensor,
+        release_kv=cfg.rollout.release_kv,
     )
 
 

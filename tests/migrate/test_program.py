@@ -1,12 +1,14 @@
 """Tests of python -m jaxrl.migrate: its options, its exit status, its messages."""
 
+import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from jaxrl.config.command_line import load_config
+from jaxrl.config.config_file import load_config
 from jaxrl.migrate.__main__ import main
 
 SCRIPT = """\
@@ -81,6 +83,7 @@ def test_a_config_that_breaks_a_rule_is_not_written(script, capsys):
         ("a.yaml", "a: 1\n", "it has no key of verl such as data.train_files"),
         ("a.yaml", "[1]\n", "not a YAML mapping"),
         ("a.yaml", "model_name_or_path: m\n", "does not say which trainer it is for"),
+        ("a.yaml", "model_name_or_path: m\ntrainer: ppo\n", "does not say which trainer it is for"),
         ("a.py", "print(1)\n", "a Python script is read for TRL only"),
         ("a.sh", "python -m verl.trainer.main_eval data.path=x\n", "does not train"),
     ],
@@ -118,6 +121,16 @@ def test_a_yaml_file_named_by_the_command_is_read_below_its_settings(tmp_path, c
     (tmp_path / "a.sh").write_text(f"{command}_other actor_rollout_ref.rollout.n=16\n")
     assert main([str(tmp_path / "a.sh")]) == 1
     assert "mine_other.yaml is not there, so its settings are not read" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page_is_what_is_printed(tmp_path, capsys):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "how_to" / "migrating.md").read_text()
+    script = re.search(r"```text\n(python3 -m verl.*?)```", page, re.DOTALL)
+    config = re.search(r"```python\n# my_grpo.py\n(.*?)```", page, re.DOTALL)
+    assert script and config
+    (tmp_path / "run.sh").write_text(script[1])
+    assert main([str(tmp_path / "run.sh")]) == 0
+    assert capsys.readouterr().out.endswith(config[1])
 
 
 def test_the_program_needs_no_jax():

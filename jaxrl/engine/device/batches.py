@@ -77,6 +77,16 @@ def decode_buckets(largest: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+def exit_size(n: int, buckets: tuple[int, ...], n_waiting: int) -> int:
+    """Running sequences of `n` at which a decode dispatch ends early.
+
+    A smaller batch then suffices, or ended sequences have made room for waiting ones.
+    """
+    if n_waiting:
+        return n - max(1, n // 32)
+    return max((size for size in buckets if size < n), default=0)
+
+
 def prefill_buckets(largest: int) -> tuple[int, ...]:
     """Rows of a prefill dispatch: 2, 8, 32, ...; more rows take several dispatches."""
     sizes = [2]

@@ -5,20 +5,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxrl.config.keys import RunConfig
+from jaxrl.config.keys import RunConfig, ScheduleConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.options import SCHEDULE_OPTIONS
 from jaxrl.planner.schedules.costs import Numbers, RunCosts
 from jaxrl.planner.schedules.lengths import response_lengths
 from jaxrl.planner.schedules.report import schedules_text
-from jaxrl.planner.schedules.search import (
-    Simulated,
-    search_schedules,
-    simulate_async,
-    simulate_partial,
-    simulate_sync,
-)
-from jaxrl.planner.schedules.simulation import SimulatedSchedule
+from jaxrl.planner.schedules.search import search_schedules, simulate_schedule
 
 MODES = ("sync", "partial", "async")
 N_STEPS = 8  # of groups, which repeat afterwards
@@ -28,7 +21,7 @@ N_STEPS = 8  # of groups, which repeat afterwards
 class Simulation:
     """What to simulate."""
 
-    schedule: SimulatedSchedule
+    schedule: ScheduleConfig
     lengths: str
     rollout_devices: int  # 0 = every split
     search: bool
@@ -63,16 +56,19 @@ def read_schedule(options: Mapping[str, str]) -> Simulation | None:
     staleness = _number(options, "max-staleness", 0 if mode == "sync" else 1)
     if mode == "sync" and staleness:
         raise ValueError("--schedule=sync has no staleness; leave out --max-staleness")
-    oversample = _number(options, "oversample", staleness + 1)
-    if oversample < 1 or staleness < 0 or staleness != int(staleness):
+    if staleness < 0 or staleness != int(staleness):
+        raise ValueError(f"--max-staleness={staleness:g}: set a staleness of 0 or more whole steps")
+    schedule = ScheduleConfig(mode=mode, max_staleness=int(staleness))
+    oversample, most = _number(options, "oversample", 0), schedule.max_oversample
+    if "oversample" in options and not 1 <= oversample <= most:
         raise ValueError(
-            f"--max-staleness={staleness:g} --oversample={oversample:g}: set a staleness of 0 or "
-            "more whole steps, and 1 or more steps of groups in flight"
+            f"--oversample={oversample:g}: set 1 to {most} steps of groups in flight, or a larger "
+            "--max-staleness"
         )
     devices = _number(options, "rollout-devices", 0)
     if devices and mode != "async":
         raise ValueError("--rollout-devices is for --schedule=async")
-    schedule = SimulatedSchedule(mode, int(staleness), oversample)
+    schedule = dataclasses.replace(schedule, oversample=oversample)
     return Simulation(schedule, spec, int(devices), "search" in options)
 
 
@@ -83,24 +79,14 @@ def simulate_text(
 
     Raises ValueError if no split fits, OSError if the lengths cannot be read.
     """
-    costs = RunCosts(cfg, decoder, plan)
+    costs, devices = RunCosts(cfg, decoder, plan), simulation.rollout_devices
     lengths = simulation.response_lens(cfg)
-    found = _simulated(simulation, costs, lengths)
-    return schedules_text(costs, found, lengths, simulation.lengths)
-
-
-def _simulated(simulation: Simulation, costs: RunCosts, lengths: np.ndarray) -> list[Simulated]:
-    """Sync first, then what the options describe."""
-    schedule, devices = simulation.schedule, simulation.rollout_devices
     if simulation.search:
-        return search_schedules(costs, lengths, schedule)
-    found = [simulate_sync(costs, lengths)]
-    if schedule.mode == "partial":
-        found.append(simulate_partial(costs, lengths, schedule))
-    elif schedule.mode == "async":
+        found = search_schedules(costs, lengths)
+    else:
         split = costs.split(devices) if devices else None
-        found += simulate_async(costs, lengths, schedule, split)
-    return found
+        found = simulate_schedule(costs, lengths, simulation.schedule, split)
+    return schedules_text(costs, found, lengths, simulation.lengths)
 
 
 def _number(options: Mapping[str, str], name: str, default: int | float) -> float:

@@ -1,6 +1,6 @@
 """Costs of a simulated run from the numbers of its plan, for any split of the devices.
 
-The plan is of all devices. A replica of the engine costs the same in every split. Training on m of
+The plan is for all devices. A replica of the engine costs the same in every split. Training on m of
 n devices takes n / m times as long, and holds n / m times the state per device: the micro-batch of
 a device is the same, and there are n / m times as many of them.
 """
@@ -12,13 +12,15 @@ from typing import Any
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.remat import parse_remat
-from jaxrl.engine.device.batches import dispatch_shapes
+from jaxrl.engine.device.batches import DispatchShapes, dispatch_shapes
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.chips import CHIPS
-from jaxrl.planner.schedules.simulation import Costs, ReplicaUsage, SimulatedEngines
+from jaxrl.planner.schedules.engine import EngineCosts, ReplicaUsage, SimulatedEngine
+from jaxrl.planner.schedules.simulation import TrainingCosts
 
 ENGINE_PROGRAMS = ("prefill", "mixed", "copy_pages", "decode")
+TOKENS_PER_RESPONSE = 16  # of a simulated response of mean length
 Numbers = Mapping[str, Any]  # Plan.json()
 
 
@@ -99,33 +101,48 @@ class RunCosts:
                 f"training on {split.training} devices needs {needs / 2**30:.1f} GiB of "
                 f"{self.plan['budget_bytes'] / 2**30:.1f} GiB per device"
             )
-        if not self.slots(split):
+        if not self.sequences(split):
             return "no KV cache of a sequence of maximum length fits the rollout devices"
         return ""
 
-    def slots(self, split: Split) -> int:
-        """Sequences of maximum length that a replica holds.
-
-        Separate rollout devices have weights, temporaries and KV pages only.
-        """
+    def pages(self, split: Split) -> int:
+        """KV pages of a replica. Separate rollout devices hold no training state."""
         rollout, plan = self.cfg.rollout, self.plan
-        programs = plan["programs"]
-        temporaries = max(programs[n]["temp_bytes"] for n in ENGINE_PROGRAMS if n in programs)
-        used = plan["rollout_weight_bytes"] + temporaries
         if split.shared:
             used = max(phase["live_bytes"] for phase in plan["phases"].values())
-        free = plan["budget_bytes"] - used
-        pages_per_seq = -(-self.cfg.data.max_len // rollout.page_len)
-        pages = max(int(free // plan["page_bytes"]), 0)
-        return min(rollout.max_num_seqs, pages // pages_per_seq)
+        else:
+            programs = plan["programs"]
+            temporaries = max(programs[n]["temp_bytes"] for n in ENGINE_PROGRAMS if n in programs)
+            used = plan["rollout_weight_bytes"] + temporaries
+        wanted = rollout.n_pages or rollout.max_num_seqs * self._shapes.max_pages_per_seq
+        return min(wanted, max(int((plan["budget_bytes"] - used) // plan["page_bytes"]), 0))
 
-    def engines(self, split: Split) -> SimulatedEngines:
-        return SimulatedEngines(split.rollout // self.replica_devices, self.slots(split))
+    def sequences(self, split: Split) -> int:
+        """Sequences of maximum length that a replica holds."""
+        return self.pages(split) // self._shapes.max_pages_per_seq
 
-    def costs(self, split: Split) -> Costs:
+    @property
+    def _shapes(self) -> DispatchShapes:
+        return dispatch_shapes(self.cfg.rollout, self.cfg.data.max_len, self.decoder)
+
+    def engine(self, split: Split, mean_len: int | float) -> SimulatedEngine:
+        """An engine without sequences, for responses of this mean length."""
+        shapes = self._shapes
+        tokens = shapes.prefill_buckets[-1] * shapes.prefill_row_len
+        prefill_s = _seconds(self.plan["programs"]["prefill"]) / tokens
+        return SimulatedEngine(
+            EngineCosts(self._decode(), prefill_s),
+            self.cfg.rollout,
+            shapes,
+            n_replicas=split.rollout // self.replica_devices,
+            n_pages=self.pages(split),
+            prompt_len=self.plan["lengths"]["prompt"],
+            response_len=self.cfg.data.max_response_len,
+            unit=max(round(mean_len / TOKENS_PER_RESPONSE), 1),
+        )
+
+    def training(self, split: Split) -> TrainingCosts:
         programs, phases = self.plan["programs"], self.plan["phases"]
-        shapes = dispatch_shapes(self.cfg.rollout, self.cfg.data.max_len, self.decoder)
-        prefill_tokens = shapes.prefill_buckets[-1] * shapes.prefill_row_len
         slower = self.n_devices / split.training
         update_s = self.cfg.updates_per_step * _seconds(programs["apply"])
         passes_s = sum(phases[name]["roofline_s"] for name in phases if name != "rollout")
@@ -133,11 +150,9 @@ class RunCosts:
         seq_len = lengths["prompt"] + lengths["response"]
         token_s = (passes_s - update_s) / (self.cfg.sequences_per_step * seq_len)
         pair_s = self._attention_pair_s()
-        return Costs(
-            decode=self._decode(),
-            prefill_s=_seconds(programs["prefill"]) / prefill_tokens,
-            train_s=slower * max(token_s - pair_s * seq_len / 2, 0.0),
-            train_pair_s=slower * pair_s,
+        return TrainingCosts(
+            token_s=slower * max(token_s - pair_s * seq_len / 2, 0.0),
+            pair_s=slower * pair_s,
             update_s=slower * update_s,
             transfer_s=self._transfer_s(split),
         )

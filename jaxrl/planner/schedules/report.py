@@ -76,9 +76,8 @@ def _assumptions(costs: RunCosts, lengths: np.ndarray, spec: str) -> list[str]:
     cfg, plan = costs.cfg, costs.plan
     mesh = " x ".join(f"{axis} {n}" for axis, n in plan["mesh"].items() if n > 1) or "1"
     planned = plan["lengths"]
-    rollout_slots = [costs.slots(costs.shared())]
-    rollout_slots += [costs.slots(split) for split in costs.splits()[:1]]
-    slots = " (shared devices) or ".join(str(n) for n in rollout_slots)
+    held = [f"{costs.sequences(costs.shared())} (shared devices)"]
+    held += [str(costs.sequences(split)) for split in costs.splits()[:1]]
     n = costs.replica_devices
     replica = "1 device" if n == 1 else f"{n} devices"
     return [
@@ -89,13 +88,6 @@ def _assumptions(costs: RunCosts, lengths: np.ndarray, spec: str) -> list[str]:
         "every program takes its time at peak rates, as the plan computes it (mesh "
         f"{mesh}, sequences of {planned['prompt']} + {planned['response']} tokens), with compute, "
         "HBM traffic and collectives overlapped; host, rewards and checkpoints take no time",
-        "a decode step reads the weights once and the KV cache of its sequences; a replica has "
-        f"{replica} and {slots} slots for sequences of maximum length",
-        "training on m of n devices takes n / m times as long; its attention costs by the length "
-        "of each sequence, everything else by token",
-        "unfinished responses compute their KV again when the weights change; new weights pass the "
-        "links of a rollout device once, while it decodes in async",
-        "steps train on groups in the order of their prompts; async starts groups and changes "
-        "weights between two batches, of one engine over all rollout devices; it generates the "
-        "batch of the next step during training, and with max_staleness=1 only that one",
+        f"an engine replica has {replica}, and KV pages for {' or '.join(held)} sequences of "
+        "maximum length",
     ]

@@ -2,74 +2,62 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import numpy as np
 
+from jaxrl.config.keys import ScheduleConfig
 from jaxrl.planner.schedules.costs import RunCosts, Split
-from jaxrl.planner.schedules.simulation import Outcome, SimulatedSchedule, simulate
+from jaxrl.planner.schedules.simulation import Outcome, simulate
 
 STALENESS = (1, 2, 4)  # that the search tries
 TOLERANCE = 0.02  # of throughput, for which a smaller staleness or fewer devices are better
+SYNC = ScheduleConfig(mode="sync", max_staleness=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
     """A schedule on a split of the devices, and what became of it."""
 
-    schedule: SimulatedSchedule
+    schedule: ScheduleConfig
     split: Split
     outcome: Outcome
 
 
-def simulate_sync(costs: RunCosts, lengths: np.ndarray) -> Simulated:
-    return _simulate(costs, lengths, SimulatedSchedule("sync"), costs.shared())
-
-
-def simulate_partial(
-    costs: RunCosts, lengths: np.ndarray, schedule: SimulatedSchedule
-) -> Simulated:
-    return _simulate(costs, lengths, schedule, costs.shared())
-
-
-def simulate_async(
-    costs: RunCosts, lengths: np.ndarray, schedule: SimulatedSchedule, split: Split | None = None
+def simulate_schedule(
+    costs: RunCosts, lengths: np.ndarray, schedule: ScheduleConfig, split: Split | None = None
 ) -> list[Simulated]:
-    """One for every split, or for `split`. Raises ValueError if no split fits."""
-    if not (splits := [split] if split else costs.splits()):
+    """Sync, then the schedule; async on every split, or on `split`.
+
+    Raises ValueError if no split fits.
+    """
+    splits = [costs.shared()] if schedule.mode == "partial" else []
+    if schedule.mode == "async" and not (splits := [split] if split else costs.splits()):
         n = costs.n_devices
         example = costs.misfit(Split(n // 2, n - n // 2)) if n > 1 else "there is one device"
         raise ValueError(f"no split of {n} devices fits this run: {example}; use more devices")
-    return [_simulate(costs, lengths, schedule, one) for one in splits]
+    sync = _simulate(costs, lengths, SYNC, costs.shared())
+    return [sync, *(_simulate(costs, lengths, schedule, one) for one in splits)]
 
 
-def search_schedules(
-    costs: RunCosts,
-    lengths: np.ndarray,
-    base: SimulatedSchedule,
-    on_start: Callable[[str], None] = lambda line: None,
-) -> list[Simulated]:
+def search_schedules(costs: RunCosts, lengths: np.ndarray) -> list[Simulated]:
     """Sync; then partial, and async on its best split, for each staleness."""
-    found = [simulate_sync(costs, lengths)]
+    found, splits = [_simulate(costs, lengths, SYNC, costs.shared())], costs.splits()
     for staleness in STALENESS:
-        on_start(f"simulating max_staleness={staleness}")
-        schedule = dataclasses.replace(
-            base, mode="partial", max_staleness=staleness, oversample=staleness + 1.0
-        )
-        found.append(simulate_partial(costs, lengths, schedule))
-        if splits := costs.splits():
-            schedule = dataclasses.replace(schedule, mode="async")
-            found.append(_best_split(costs, lengths, schedule, splits))
+        partial = ScheduleConfig(mode="partial", max_staleness=staleness)
+        found.append(_simulate(costs, lengths, partial, costs.shared()))
+        if splits:
+            found.append(_best_split(costs, lengths, staleness, splits))
     return found
 
 
 def _best_split(
-    costs: RunCosts, lengths: np.ndarray, schedule: SimulatedSchedule, splits: list[Split]
+    costs: RunCosts, lengths: np.ndarray, staleness: int, splits: list[Split]
 ) -> Simulated:
     """The split with the most tokens per second.
 
     More rollout devices help until training is the bottleneck, so throughput has one peak.
     """
+    schedule = ScheduleConfig(mode="async", max_staleness=staleness)
 
     @functools.cache
     def at(i: int) -> Simulated:
@@ -96,11 +84,11 @@ def best(found: list[Simulated]) -> Simulated:
 
 
 def _simulate(
-    costs: RunCosts, lengths: np.ndarray, schedule: SimulatedSchedule, split: Split
+    costs: RunCosts, lengths: np.ndarray, schedule: ScheduleConfig, split: Split
 ) -> Simulated:
     outcome = simulate(
-        costs.costs(split),
-        costs.engines(split),
+        costs.training(split),
+        costs.engine(split, lengths.mean().item()),
         schedule,
         lengths,
         prompt_len=costs.plan["lengths"]["prompt"],

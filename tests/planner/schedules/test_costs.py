@@ -6,11 +6,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxrl.config.keys import ScheduleConfig
+from jaxrl.planner.schedules import search
 from jaxrl.planner.schedules.costs import RunCosts, Split
 from jaxrl.planner.schedules.lengths import response_lengths
 from jaxrl.planner.schedules.report import schedules_text
-from jaxrl.planner.schedules.search import best, search_schedules, simulate_async, simulate_sync
-from jaxrl.planner.schedules.simulation import SimulatedSchedule
+from jaxrl.planner.schedules.search import best, search_schedules, simulate_schedule
 from tests.planner.tiny_run import TINY, run
 
 # Eight devices, mesh fsdp 4 x tensor 2: four replicas of two devices, 8 sequences each. A step has
@@ -50,9 +51,13 @@ def costs(**changes) -> RunCosts:
     return RunCosts(run(), TINY, copy.deepcopy(PLAN) | changes)
 
 
+def engine_costs():
+    return costs().engine(costs().shared(), mean_len=64).costs
+
+
 def test_decode_is_divided_into_weights_sequences_and_keys():
     # 1 byte and 1 flop take 1 s in this plan.
-    memory, flops, collectives = costs().costs(costs().shared()).decode
+    memory, flops, collectives = engine_costs().decode
     assert dataclasses.astuple(memory) == pytest.approx((100.0, 16.0, 2.0))
     assert dataclasses.astuple(flops) == pytest.approx((0.0, 100.0, 256.0))
     assert dataclasses.astuple(collectives) == pytest.approx((0.0, 1.0, 0.0))
@@ -60,18 +65,18 @@ def test_decode_is_divided_into_weights_sequences_and_keys():
 
 def test_training_on_fewer_devices_takes_longer():
     # 2 updates a step of 0.5 s; the other 7 s are for 32 sequences of 128 tokens
-    shared, half = (costs().costs(split) for split in (costs().shared(), costs().split(4)))
+    shared, half = (costs().training(split) for split in (costs().shared(), costs().split(4)))
     assert shared.update_s == 1.0 and half.update_s == 2.0
     # Two scoring passes of 2 products of a query and a key, an update of 9; of 2 flops each, for
     # 2 layers and 4 heads of 16, on 8 devices; a flop takes 1 s.
-    assert shared.train_pair_s == 2 * (2 * 2 + 9) * 2 * 4 * 16 / 8
-    assert half.train_pair_s == 2 * shared.train_pair_s
+    assert shared.pair_s == 2 * (2 * 2 + 9) * 2 * 4 * 16 / 8
+    assert half.pair_s == 2 * shared.pair_s
     per_pair = {"seconds": {"memory": 1764.0, "flops": 0.0, "collectives": 8.0}}
     programs = PLAN["programs"] | {"decode": PLAN["programs"]["decode"] | per_pair}
     for split, slower in ((costs().shared(), 1), (costs().split(4), 2)):
-        found = costs(programs=programs).costs(split)
-        assert found.train_s == pytest.approx(slower * 7 / (32 * 128))
-    assert shared.prefill_s == half.prefill_s == 1.0 / 512  # tokens of a prefill dispatch
+        found = costs(programs=programs).training(split)
+        assert found.token_s == pytest.approx(slower * 7 / (32 * 128))
+    assert engine_costs().prefill_s == 1.0 / 512  # tokens of a prefill dispatch
     assert shared.transfer_s == 0.25
     assert half.transfer_s == pytest.approx(100 / 10e9)  # over the links
 
@@ -80,9 +85,9 @@ def test_rollout_devices_have_more_room_for_sequences():
     # A page has 128 bytes, a sequence of 128 tokens two pages. 1000 bytes less 500 of the largest
     # phase; of rollout devices less 100 of weights and 4 of temporaries.
     phases = {name: phase | {"live_bytes": 500} for name, phase in PLAN["phases"].items()}
-    assert costs(phases=phases).slots(costs().shared()) == 1
-    assert costs().slots(costs().split(4)) == 3
-    assert costs().engines(costs().split(4)).n_replicas == 2
+    assert costs(phases=phases).sequences(costs().shared()) == 1
+    assert costs().sequences(costs().split(4)) == 3
+    assert costs().engine(costs().split(4), 64).n_replicas == 2
 
 
 def test_splits_have_whole_replicas_and_ranks_and_fit():
@@ -107,9 +112,10 @@ def test_a_split_that_cannot_be_is_rejected(devices, changes, message):
         costs(**changes).split(devices)
 
 
-def test_the_search_names_the_best_schedule():
+def test_the_search_names_the_best_schedule(monkeypatch):
+    monkeypatch.setattr(search, "STALENESS", (1,))
     lengths = response_lengths("lognormal?mean=30&sigma=1", 100, 4, limit=64)
-    found = search_schedules(costs(), lengths, SimulatedSchedule("async"))
+    found = search_schedules(costs(), lengths)
     assert [one.schedule.mode for one in found[:3]] == ["sync", "partial", "async"]
     chosen = best(found)
     most = max(one.outcome.tokens_per_s for one in found)
@@ -120,7 +126,6 @@ def test_the_search_names_the_best_schedule():
 
 def test_async_without_a_split_that_fits_is_rejected():
     lengths = np.full((10, 4), 20)
-    simulate_sync(costs(), lengths)
     with pytest.raises(ValueError, match="no split of 8 devices fits this run: training on 4"):
-        simulate_async(costs(budget_bytes=701), lengths, SimulatedSchedule("async", 1))
+        simulate_schedule(costs(budget_bytes=701), lengths, ScheduleConfig(mode="async"))
     assert Split(4, 4) in costs().splits()
