@@ -33,7 +33,7 @@ def normal(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("implementation", [None, *(IMPLEMENTATIONS.keys() - {"reference"})])
+@pytest.mark.parametrize("implementation", [None, *sorted(IMPLEMENTATIONS.keys() - {"reference"})])
 def test_every_implementation_gives_the_products_of_the_reference(
     kernels, any_order, implementation, dtype
 ):
