@@ -94,7 +94,7 @@ FAILURES = {
     "exit": "process died",
     "sys.exit": "SystemExit: bye",
     "hang in C": "no answer within 1 s",
-    "nan": "reward nan",
+    "nan": "step returned nan; return a finite number",
     "reward": "reward 'good'",
     "done": "done=1",
     "observation": "TypeError: step returned 5",

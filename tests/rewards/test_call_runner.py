@@ -296,7 +296,9 @@ def test_a_result_that_is_too_long_is_an_error(functions):
 def test_an_exception_without_a_message_is_an_error_of_its_call(functions):
     with functions.pool("bad_error", workers=1) as pool:
         (scored,) = pool.score([rollout("a")])
-    assert scored.error == "bad_error: Error: its message cannot be shown"
+    headline, *frames = scored.error.splitlines()
+    assert headline == "bad_error: Error: its message cannot be shown"
+    assert frames[-1].strip() == "raise Error"
 
 
 def test_a_replacement_is_started_before_the_time_limit_has_passed(tmp_path):

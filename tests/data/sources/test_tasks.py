@@ -69,7 +69,7 @@ def test_a_wrong_task_error_says_what_to_write(source, message):
 
 def test_missing_reasoning_gym_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ImportError, match=r"jaxrl\[reasoning-gym\]"):
+    with pytest.raises(ImportError, match="uv pip install 'reasoning-gym"):
         make_questions("reasoning_gym:chain_sum?min_terms=2")
 
 

@@ -188,7 +188,7 @@ for name, (numbers, first) in CALLS.items():
         except ValueError as error:
             found = "refused"
             try:
-                found += str(runner.run("print(1)", limits=runner.Limits()))
+                found += str(runner.run("print(1)", limits=runner.SandboxLimits()))
             except OSError:
                 pass
         print(name, found, flush=True)
@@ -280,7 +280,7 @@ def test_the_processes_end_with_the_one_that_started_them(mark, tmp_path):
     script = (
         "from jaxrl.rewards.sandbox import runner\n"
         f"runner._MAIN = {runner._MAIN!r}\n"
-        f"runner.run({HANGS!r}, test='f()', limits=runner.Limits(wall_s=100))"
+        f"runner.run({HANGS!r}, test='f()', limits=runner.SandboxLimits(wall_s=100))"
     )
     env = os.environ | {"TMPDIR": str(tmp_path)}  # its folder remains
     starter = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, env=env)
