@@ -69,7 +69,7 @@ def main(arguments: PlanArguments) -> int:
                 return _show(compiled, job, options)
             plan = compiled.json()
         assert simulation is not None, "read_schedule rejects --plan without --schedule"
-        print(simulate_text(simulation, cfg, decoder, plan), end="")
+        print(simulate_text(simulation, cfg, decoder, plan, _report_progress), end="")
     except ProgramTooLarge as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """The simulation of schedules as options of `python -m jaxrl.plan`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from jaxrl.planner.options import SCHEDULE_OPTIONS
 from jaxrl.planner.schedules.costs import Numbers, RunCosts
 from jaxrl.planner.schedules.lengths import response_lengths
 from jaxrl.planner.schedules.report import schedules_text
-from jaxrl.planner.schedules.search import search_schedules, simulate_schedule
+from jaxrl.planner.schedules.search import Simulator
 
 MODES = ("sync", "partial", "async")
 N_STEPS = 8  # of groups, which repeat afterwards
@@ -73,19 +73,25 @@ def read_schedule(options: Mapping[str, str]) -> Simulation | None:
 
 
 def simulate_text(
-    simulation: Simulation, cfg: RunConfig, decoder: DecoderConfig, plan: Numbers
+    simulation: Simulation,
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    plan: Numbers,
+    on_start: Callable[[str], None],
 ) -> str:
     """Table, best schedule and assumptions of a simulation from a plan's numbers.
 
-    Raises ValueError if no split fits, OSError if the lengths cannot be read.
+    `on_start` is called with a line before each simulation, which may take half a minute. Raises
+    ValueError if no split fits, OSError if the lengths cannot be read.
     """
     costs, devices = RunCosts(cfg, decoder, plan), simulation.rollout_devices
     lengths = simulation.response_lens(cfg)
+    simulator = Simulator(costs, lengths, on_start)
     if simulation.search:
-        found = search_schedules(costs, lengths)
+        found = simulator.search()
     else:
         split = costs.split(devices) if devices else None
-        found = simulate_schedule(costs, lengths, simulation.schedule, split)
+        found = simulator.schedule(simulation.schedule, split)
     return schedules_text(costs, found, lengths, simulation.lengths)
 
 

@@ -11,7 +11,7 @@ from jaxrl.planner.schedules import search
 from jaxrl.planner.schedules.costs import RunCosts, Split
 from jaxrl.planner.schedules.lengths import response_lengths
 from jaxrl.planner.schedules.report import schedules_text
-from jaxrl.planner.schedules.search import best, search_schedules, simulate_schedule
+from jaxrl.planner.schedules.search import Simulator, best
 from tests.planner.tiny_run import TINY, run
 
 # Eight devices, mesh fsdp 4 x tensor 2: four replicas of two devices, 8 sequences each. A step has
@@ -115,7 +115,7 @@ def test_a_split_that_cannot_be_is_rejected(devices, changes, message):
 def test_the_search_names_the_best_schedule(monkeypatch):
     monkeypatch.setattr(search, "STALENESS", (1,))
     lengths = response_lengths("lognormal?mean=30&sigma=1", 100, 4, limit=64)
-    found = search_schedules(costs(), lengths)
+    found = Simulator(costs(), lengths).search()
     assert [one.schedule.mode for one in found[:3]] == ["sync", "partial", "async"]
     chosen = best(found)
     most = max(one.outcome.tokens_per_s for one in found)
@@ -127,5 +127,5 @@ def test_the_search_names_the_best_schedule(monkeypatch):
 def test_async_without_a_split_that_fits_is_rejected():
     lengths = np.full((10, 4), 20)
     with pytest.raises(ValueError, match="no split of 8 devices fits this run: training on 4"):
-        simulate_schedule(costs(budget_bytes=701), lengths, ScheduleConfig(mode="async"))
+        Simulator(costs(budget_bytes=701), lengths).schedule(ScheduleConfig(mode="async"))
     assert Split(4, 4) in costs().splits()
