@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_training_runs_from_the_wheel_outside_a_clone(wheel, tmp_path, tiny_mode
     )
     (tmp_path / "requirements.txt").write_text(requirements)
     python = tmp_path / "env" / "bin" / "python"
-    run("uv", "venv", "--python", "3.12", tmp_path / "env", cwd=tmp_path)
+    run("uv", "venv", "--python", sys.executable, tmp_path / "env", cwd=tmp_path)
     run("uv", "pip", "install", "--python", python, "-r", "requirements.txt", wheel, cwd=tmp_path)
 
     shutil.copytree(tiny_model, tmp_path / "model")
