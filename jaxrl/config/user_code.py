@@ -54,6 +54,16 @@ def user_frames(error: BaseException) -> str:
 
 def _frame(path: str, line: int, function: str) -> str:
     source = linecache.getline(path, line).strip()[:_MAX_LINE_CHARS]
-    shown = Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path
-    text = f'\n  File "{shown}", line {line}{function}' + (f"\n    {source}" if source else "")
+    text = f'\n  File "{_short(path)}", line {line}{function}' + (
+        f"\n    {source}" if source else ""
+    )
     return text.encode(errors="backslashreplace").decode()  # a path may be no UTF-8
+
+
+def _short(path: str) -> str:
+    """The path from the working directory, if it is in there."""
+    try:
+        folder = Path.cwd()
+    except OSError:  # removed
+        return path
+    return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
