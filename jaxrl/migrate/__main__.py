@@ -25,7 +25,7 @@ from jaxrl.config.command_line import OVERRIDE, override
 from jaxrl.config.resolve import default_config
 from jaxrl.migrate import openrlhf, trl, verl
 from jaxrl.migrate.config_file import check, text
-from jaxrl.migrate.migration import KINDS, REFUSED, UNNEEDED, Migration, Note
+from jaxrl.migrate.migration import DECIDE, KINDS, REFUSED, UNNEEDED, Migration, Note
 from jaxrl.migrate.settings import Settings, hydra, yaml_file
 from jaxrl.migrate.shell import Invocation, evaluate
 from jaxrl.migrate.trl_script import script
@@ -233,7 +233,7 @@ def _how(note: Note) -> str:
 
 def _pending(notes: Sequence[Note]) -> list[str]:
     """A comment of the config file on decisions that its reader must make."""
-    return [f"{n.setting}: {n.reason}" for n in notes if n.kind == "needs a decision"]
+    return [f"{n.setting}: {n.reason}" for n in notes if n.kind == DECIDE]
 
 
 if __name__ == "__main__":

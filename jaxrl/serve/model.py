@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout, rollout_layout
 from jaxrl.models.config import DecoderConfig, for_platform
@@ -21,11 +22,11 @@ from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
+from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.data import make_renderer
-from jaxrl.trainer.setup.engines import make_engine
 from jaxrl.trainer.setup.session import set_compilation_cache
 from jaxrl.types import Tree
 from sharding import make_mesh
@@ -93,9 +94,8 @@ def open_model(
             else:
                 base = layout.prepare(load()) if saved.only_adapters else None
                 params = saved.place(saved.read(step), base)
-            engine = make_engine(
-                run, run.rollout, layout, params.cfg, folder, renderer, adjustable=True
-            )
+            eos_ids = stop_ids(folder, renderer.tokenizer)
+            engine = paged_engine(run, run.rollout, layout, params.cfg, eos_ids, adjustable=True)
             engine.warmup_first(params)
             pool = engine.scheduler.pool
     max_model_len = min(max_len, pool.n_pages * pool.page_len)

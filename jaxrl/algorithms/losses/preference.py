@@ -62,9 +62,18 @@ def kto(
     of KL(π | π_ref) without gradient: max(0, mean r) over all completions, chosen and rejected,
     combined with other prompts.
     """
-    good = chosen_weight * jax.nn.sigmoid(-beta * (chosen - kl))
-    bad = rejected_weight * jax.nn.sigmoid(-beta * (kl - rejected))
-    return 0.5 * (good + bad)
+
+    def each(ratio: Float[Array, " N"], desirable: bool) -> Float[Array, " N"]:
+        return kto_labelled(
+            ratio,
+            jnp.full(ratio.shape, desirable),
+            beta=beta,
+            kl=kl,
+            chosen_weight=chosen_weight,
+            rejected_weight=rejected_weight,
+        )
+
+    return 0.5 * (each(chosen, True) + each(rejected, False))
 
 
 def kto_labelled(

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-from pathlib import Path
 
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
@@ -13,7 +12,6 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.layout import Layout, check_idle_policy, rollout_layout
 from jaxrl.learner.reward_model import RewardModel, open_reward_model
-from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.engines import Engines
@@ -44,11 +42,10 @@ def check_rollout_layout(cfg: RunConfig, policy: Policy) -> None:
 def open_engines(host: HostSide, policy: Policy, rollout: RolloutConfig) -> Engines:
     """The engine of this process with the sizes in `rollout`, or the workers of the rollout."""
     session, cfg, models = host.session, host.session.cfg, host.models
+    eos_ids = stop_ids(models.folders.policy, models.renderer.tokenizer)
     if session.ray is None:
         layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
-        engine = make_engine(
-            cfg, rollout, layout, policy.decoder, models.folders.policy, models.renderer
-        )
+        engine = paged_engine(cfg, rollout, layout, policy.decoder, eos_ids)
     else:
         layout, engine = make_workers(session.ray, host, policy)
     check_independent_engines(cfg, layout)
@@ -56,7 +53,7 @@ def open_engines(host: HostSide, policy: Policy, rollout: RolloutConfig) -> Engi
         layout=layout,
         engine=engine,
         renderer=models.renderer,
-        eos_ids=stop_ids(models.folders.policy, models.renderer.tokenizer),
+        eos_ids=eos_ids,
         limits=EpisodeLimits(cfg.data.max_prompt_len, cfg.data.max_response_len, cfg.env.max_turns),
         agent_limits=AgentLimits(
             context_len=cfg.data.max_len,
@@ -119,21 +116,6 @@ def check_independent_engines(cfg: RunConfig, layout: Layout | RemoteWeights) ->
         f"{reason}, but one engine over all of them decodes in lock-step; set "
         "config.rollout.engines='process' and a mesh that allows it"
     )
-
-
-def make_engine(
-    cfg: RunConfig,
-    rollout: RolloutConfig,
-    layout: Layout,
-    decoder: DecoderConfig,
-    model_folder: Path,
-    renderer: ChatRenderer,
-    *,
-    adjustable: bool = False,
-) -> PagedEngine:
-    """The paged engine of the policy; `adjustable` as in PagedEngine."""
-    eos_ids = stop_ids(model_folder, renderer.tokenizer)
-    return paged_engine(cfg, rollout, layout, decoder, eos_ids, adjustable=adjustable)
 
 
 def load_reward_model(host: HostSide, policy: Policy) -> RewardModel | None:
