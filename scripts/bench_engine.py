@@ -214,7 +214,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
     """Generates all responses of a step; wall times start at submission."""
     from jaxrl.engine.api import Request
-    from jaxrl.rollout.metrics import engine_metrics
+    from jaxrl.rollout.loop import engine_metrics
 
     engine.take_stats()
     start, cpu = time.perf_counter(), time.process_time()

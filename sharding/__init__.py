@@ -1,13 +1,6 @@
 """Device meshes, the rules that map logical array axes to mesh axes, and resharding of trees."""
 
 from sharding.collectives import gather_matrix, gather_residual, scatter_residual
-from sharding.memory import (
-    check_host_memory,
-    is_on_host,
-    restore_memory_space,
-    to_device,
-    to_host,
-)
 from sharding.mesh import (
     MESH_AXES,
     abstract_mesh,
@@ -17,7 +10,7 @@ from sharding.mesh import (
     target_device_kind,
     target_platform,
 )
-from sharding.order import mesh_order, row_order, unshuffle, zigzag
+from sharding.order import mesh_order, put_batch, row_order, unshuffle, zigzag
 from sharding.resharding import Resharding, process_mesh_sizes, reshape_mesh
 from sharding.rules import (
     DECODE,
@@ -33,10 +26,14 @@ from sharding.rules import (
 from sharding.transfer import Transfer, make_transfer
 from sharding.tree import (
     bytes_per_device,
+    check_host_memory,
     copy_tree,
     host_bytes_per_device,
+    is_on_host,
     on_mesh,
-    put_batch,
+    restore_memory_space,
+    to_device,
+    to_host,
 )
 
 __all__ = [

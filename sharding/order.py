@@ -1,4 +1,4 @@
-"""Order of a row's tokens on the mesh: sequential, or zig-zag for ring attention.
+"""Batches on the mesh, with the tokens of a row in sequence or zig-zag for ring attention.
 
 Under a causal mask the last tokens of a row have many keys and the first have few. So a row is
 split into 2n chunks for n devices, and device i takes chunks i and 2n - 1 - i: each device has the
@@ -8,12 +8,16 @@ batch is put onto the mesh and when per-token results return; in between, every 
 position and segment.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, Shaped
 
 from sharding.rules import Rules
+from sharding.tree import PyTree
 
 
 def zigzag(n_tokens: int, n_shards: int) -> Int[np.ndarray, " T"]:
@@ -28,6 +32,20 @@ def zigzag(n_tokens: int, n_shards: int) -> Int[np.ndarray, " T"]:
         )
     chunks = np.arange(n_tokens).reshape(2, n_shards, -1)
     return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
+
+
+def put_batch(batch: PyTree, rules: Rules) -> PyTree:
+    """Puts a tree of host arrays [B, T, ...] onto the current mesh, in its token order.
+
+    Every process passes the whole batch, and each device takes its slice of it.
+    """
+    sharding = NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
+
+    def put(rows: Any) -> jax.Array:
+        host = mesh_order(np.asarray(rows), rules)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, batch)
 
 
 def mesh_order(rows: Shaped[np.ndarray, "B T ..."], rules: Rules) -> Shaped[np.ndarray, "B T ..."]:

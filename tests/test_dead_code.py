@@ -26,7 +26,7 @@ ALLOWED = {  # file -> (names, who uses them); "*" stands for all names
         "do_GET log_message process_request process_request_thread handle_error",
         "http.server and socketserver call them",
     ),
-    "jaxrl/runtime/compile_watch.py": ("emit", "logging calls it"),
+    "jaxrl/runtime/compilation.py": ("emit", "logging calls it"),
 }
 
 

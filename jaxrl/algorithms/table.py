@@ -37,13 +37,13 @@ def lookup[T](table: Mapping[str, T], name: str, key: str) -> T:
 
     Raises ValueError with the known names for an unknown one, and the errors of `user_row`.
     """
+    if name in table:
+        return table[name]
     if is_import_path(name):
         return user_row(type(next(iter(table.values()))), name, key)
-    if name not in table:
-        raise ValueError(
-            f"config.{key} = {name!r} is not known; set one of {', '.join(map(repr, table))}"
-        )
-    return table[name]
+    raise ValueError(
+        f"config.{key} = {name!r} is not known; set one of {', '.join(map(repr, table))}"
+    )
 
 
 @functools.cache

@@ -3,8 +3,8 @@
 A sequence is prompt + response. It occupies prompt_len + response_len - 1 tokens of a row, because
 its last token is only a target. It starts at a multiple of `align`, so its size is that length
 rounded up to `align`. Sequences with common tokens may form a chain that has these tokens once
-(rows/prefixes.py). Chains and single sequences are placed by rows/placement.py. Chains of several
-lengths and no chains at all are tried, and the cheapest plan is taken.
+(data/rows.py). Chains of several lengths and no chains at all are tried, and the cheapest plan is
+taken.
 
 The cost of a sequence of n tokens, of which m are those of another one, is (n - m) * linear_cost +
 n * n - m * m: matrix products and causal attention. Per layer and token they take 24 D² and 2 n D
@@ -20,8 +20,18 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from jaxrl.data.rows.placement import Placement, RowShape, balance, best_plan
-from jaxrl.data.rows.prefixes import Chain, chain_sums, chains, separate, sharing_order, visibility
+from jaxrl.data.rows import (
+    Chain,
+    Placement,
+    RowShape,
+    balance,
+    best_plan,
+    chain_sums,
+    chains,
+    separate,
+    sharing_order,
+    visibility,
+)
 from jaxrl.data.support import pack_sets
 from jaxrl.types import Batch, TrainingSample
 
@@ -243,9 +253,10 @@ def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ra
             Span(int(i), int(at.row[i]), int(first_target[i]), int(response_len[i]))
             for i in np.flatnonzero(at.micro == micro)
         )
-        located = [(samples[s.item].support, int(s.row * T + s.start)) for s in spans]
-        batch = dataclasses.replace(batch, support=pack_sets(located))
-        packed.append(Packed(batch=batch, spans=spans))
+        if any(samples[s.item].support is not None for s in spans):
+            located = [(samples[s.item].support, int(s.row * T + s.start)) for s in spans]
+            batch = dataclasses.replace(batch, support=pack_sets(located))
+        packed.append(Packed(batch, spans))
     return packed
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from jaxrl.data.json_object import read_object
 from jaxrl.data.tokenizer_trial import try_tokenizer
+from jaxrl.json_text import read_object
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

@@ -28,7 +28,7 @@ from jaxrl.engine.replicas import ReplicaScheduler
 from jaxrl.engine.scheduler import DeviceWork, PageCopy, PrefillChunk, Scheduler, Sequence
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kv_cache import page_dtype
-from jaxrl.runtime.compile_threads import CompileThreads, compile_in_threads
+from jaxrl.runtime.compilation import CompileThreads, compile_in_threads
 from jaxrl.types import TokenSets, Tree
 from sharding import Rules, needs_trial_run
 

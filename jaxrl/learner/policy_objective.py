@@ -15,7 +15,6 @@ from jaxrl.algorithms.losses.aggregation import (
     masked_max,
     masked_mean,
 )
-from jaxrl.algorithms.losses.clamp import clamp, outside
 from jaxrl.algorithms.losses.importance import CORRECTIONS, logp_diff, rollout_kl
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.losses.rejection import REJECTIONS, off_policy_sequences
@@ -356,3 +355,13 @@ def aggregate_tokens(per_token: Float[Array, "B T"], batch: Batch, cfg: RunConfi
         mode=cfg.algorithm.aggregation,
         max_response_len=cfg.data.max_response_len,
     )
+
+
+def clamp(x: Float[Array, "B T"], bound: float) -> Float[Array, "B T"]:
+    """x within ± `bound`, with gradient 0 outside; x itself if `bound` is 0."""
+    return jnp.clip(x, -bound, bound) if bound else x
+
+
+def outside(x: Float[Array, "B T"], bound: float) -> Float[Array, "B T"]:
+    """1 at tokens that `clamp` changes, 0 elsewhere."""
+    return (jnp.abs(x) > bound).astype(jnp.float32) if bound else jnp.zeros_like(x)

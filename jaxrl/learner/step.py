@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from flax import struct
 
+import sharding
 from jaxrl.config.keys import AlgorithmConfig, RunConfig, ScoringConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.support import join_packed, to_bits
@@ -38,13 +39,11 @@ from jaxrl.types import Array, Batch, TrainState, Tree
 from sharding import (
     Rules,
     hosts,
-    mesh_order,
     on_mesh,
     row_order,
     target_device_kind,
     target_platform,
     to_host,
-    tree,
 )
 
 
@@ -64,9 +63,7 @@ def put_batch(batch: Batch, rules: Rules, n_vocab: int = 0) -> Batch:
     whole batch. The supports become bitsets of `n_vocab` ids, or are left out if it is 0.
     """
     support = to_bits(batch.support, batch.tokens.shape, n_vocab) if n_vocab else None
-    batch = dataclasses.replace(batch, support=support)
-    ordered = jax.tree.map(lambda rows: mesh_order(rows, rules), batch)
-    return tree.put_batch(ordered, rules.spec("batch", "time"))
+    return sharding.put_batch(dataclasses.replace(batch, support=support), rules)
 
 
 def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:

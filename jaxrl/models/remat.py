@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.config.remat import LayerRange, Remat
 from jaxrl.kernels.attention_spec import SAVED_NAME as ATTENTION
 from jaxrl.types import Tree
-from sharding.memory import HOST_MEMORY_KIND
+from sharding.tree import HOST_MEMORY_KIND
 
 LAYER_INPUT = "layer_input"
 # Activations that the backward pass keeps next to the layer inputs. They have names where they are

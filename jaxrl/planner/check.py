@@ -1,6 +1,7 @@
-"""Checks before a run that it fits the attached devices."""
+"""Checks before a run on the attached devices: that it fits, and the time of a step on CPUs."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
 import jax
@@ -10,13 +11,17 @@ from jaxrl.layout import split_devices
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.compilation import ProgramTooLarge, compile_programs
+from jaxrl.planner.estimate import estimate_memory, step_seconds
 from jaxrl.planner.plan import Plan, assemble_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
-from jaxrl.planner.remedies import remedies_text
-from jaxrl.planner.report import as_text, format_bytes
+from jaxrl.planner.remedies import remedies_text, settings_of
+from jaxrl.planner.report import as_text, format_bytes, format_seconds
 from jaxrl.planner.sizes import Job
 from jaxrl.planner.topology import Topology
 from sharding import target_platform
+
+SHORT = 0.1  # short responses, as a part of the maximum
+SLOW_S = 60.0  # then the line says what to lower
 
 
 def device_memory() -> int | None:
@@ -100,3 +105,34 @@ def plan_line(plan: Plan) -> str:
     if not plan.page_bytes:
         return line
     return f"{line}, {plan.kv_pages} KV pages, {plan.max_concurrent_sequences} sequences at a time"
+
+
+def cpu_time_line(job: Job) -> str:
+    """The time of a step with short and with the longest responses, and what to lower.
+
+    The lengths of the job are the average prompt and the longest response.
+    """
+    short = Lengths(job.lengths.prompt, max(round(SHORT * job.lengths.response), 1))
+    n_cores = len(os.sched_getaffinity(0))
+    least, most = (
+        _seconds(dataclasses.replace(job, lengths=lengths), n_cores)
+        for lengths in (short, job.lengths)
+    )
+    line = (
+        f"time of a step on {n_cores} CPU cores: {format_seconds(least)} to "
+        f"{format_seconds(most)}, for responses of {short.response} to {job.lengths.response} "
+        "tokens (a rough estimate from sizes, not a measurement)"
+    )
+    if least < SLOW_S:
+        return line
+    return (
+        f"{line}; for a try on CPU lower data.prompts_per_step, rollout.n and "
+        "data.max_response_len, or take a smaller model, as configs/quickstart.py does"
+    )
+
+
+def _seconds(job: Job, n_cores: int) -> float:
+    """A simulated device stands for a core, but all of them share the cores of the machine."""
+    settings = settings_of(job)
+    seconds = step_seconds(job, settings, estimate_memory(job, settings))
+    return seconds * len(job.machine.devices) / n_cores

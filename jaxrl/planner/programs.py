@@ -37,6 +37,7 @@ from jaxrl.models.lora import split, with_adapters, without_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.offload import IDLE_STATE, host_state
 from jaxrl.planner.rollout_devices import n_copies
+from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.types import Tree
 from sharding import bytes_per_device, host_bytes_per_device, target_platform
 
@@ -273,16 +274,7 @@ def _with_engine(
     else:
         layout = rollout_layout(cfg, programs.decoder, dtype, devices)
         check_idle_policy(cfg, layout)
-    implementation = cfg.model.paged_attention
-    engine = PagedEngine(
-        programs.decoder,
-        cfg.rollout,
-        rules=layout.rules,
-        dtype=layout.dtype,
-        max_len=cfg.data.max_len,
-        implementation=None if implementation == "auto" else implementation,
-        keep_support=cfg.algorithm.keep_sampling_mask,
-    )
+    engine = paged_engine(cfg, cfg.rollout, layout, programs.decoder, eos_ids=())
     weights = layout.abstract_weights(programs.decoder, mesh)
     n_bytes = bytes_per_device(weights)
     aliased, copied = (0, 0) if devices else layout.weight_bytes(params)

@@ -12,6 +12,8 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
@@ -21,7 +23,6 @@ from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import AgentRunner, Agents
 from jaxrl.rollout.agents.turn import TurnReader
 from jaxrl.rollout.loop import EpisodeRunner, generate
-from jaxrl.rollout.metrics import merge_metrics
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
@@ -33,6 +34,11 @@ from jaxrl.types import Prompt, Rollout, Tree
 from sharding import hosts
 
 Sampled = tuple[list[Rollout], dict[str, float]]  # rollouts and rollout/* metrics
+SUMMED = (
+    *("tokens_per_s", "running", "waiting", "preempted", "prefill_tokens", "shared_tokens"),
+    *("buffer/size", "buffer/dropped"),
+    *("workers/ready", "workers/lost", "workers/moved_requests", "weights/published_bytes"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,3 +151,18 @@ class Engines:
             for i, fields in enumerate(gathered)
         ]
         return rollouts, merge_metrics(hosts.gather(metrics)[: self.n_generating])
+
+
+def merge_metrics(per_engine: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of all engines: sum of counts and rates, maximum of *_max, or mean."""
+    merged = {}
+    for name in per_engine[0]:
+        values = [metrics[name] for metrics in per_engine if name in metrics]
+        short = name.removeprefix("rollout/")
+        if short in SUMMED:
+            merged[name] = float(sum(values))
+        elif short.endswith("_max"):
+            merged[name] = float(max(values))
+        else:
+            merged[name] = float(np.mean(values))
+    return merged

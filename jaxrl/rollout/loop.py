@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl.engine.api import RequestEngine
+from jaxrl.engine.api import EngineStats, RequestEngine
 from jaxrl.rewards.arguments import Decode
-from jaxrl.rollout.metrics import engine_metrics
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns
 from jaxrl.types import Prompt, Rollout, Tree
@@ -195,3 +194,27 @@ def generate(
     n_kept = sum(sequence.n_loss_tokens for r in rollouts for sequence in r.sequences)
     metrics = engine_metrics(loop.engine.take_stats(), n_kept, time.perf_counter() - start)
     return rollouts, metrics | loop.take_metrics()
+
+
+def engine_metrics(stats: EngineStats, n_tokens: int, wall_s: float) -> dict[str, float]:
+    """The rollout/* metrics of one call, averaged over its decode steps.
+
+    `n_tokens` counts the tokens of finished responses, `wall_s` is the wall time of the call.
+    """
+    steps = max(stats.n_steps, 1)
+    n_prompt_tokens = stats.n_prefill_tokens + stats.n_cached_tokens
+    return {
+        "rollout/tokens_per_s": n_tokens / max(wall_s, 1e-9),
+        "rollout/cache_utilization": stats.cache_used / steps,
+        "rollout/cache_utilization_max": stats.cache_used_max,
+        "rollout/running": stats.running / steps,
+        "rollout/waiting": stats.waiting / steps,
+        "rollout/preempted": float(stats.n_preempted),
+        "rollout/prefill_tokens": float(stats.n_prefill_tokens),
+        "rollout/shared_tokens": float(stats.n_cached_tokens),
+        "rollout/prefix_hit_rate": stats.n_cached_tokens / max(n_prompt_tokens, 1),
+        "rollout/padding_fraction": 1.0
+        - (stats.n_tokens - stats.n_accepted_tokens) / max(stats.n_batch_slots, 1),
+        "rollout/draft_acceptance": stats.n_accepted_tokens / max(stats.n_draft_tokens, 1),
+        "rollout/host_fraction": stats.host_s / max(stats.host_s + stats.device_s, 1e-9),
+    }

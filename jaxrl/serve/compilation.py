@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.runtime.compile_threads import CompileThreads, n_cores
+from jaxrl.runtime.compilation import CompileThreads, n_cores
 from jaxrl.types import Tree
 from sharding import on_mesh
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.config.keys import RunConfig
-from jaxrl.runtime.compile_watch import RecompileError
+from jaxrl.runtime.compilation import RecompileError
 from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.trainer.checkpointing import finish, report_saved, save, save_after_error

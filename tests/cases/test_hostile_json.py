@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from jaxrl.config.saved import from_json
-from jaxrl.data.json_object import parse_object
 from jaxrl.environments.api import Turn
 from jaxrl.environments.messages import read_turn, write_turn
 from jaxrl.environments.worker import checked_messages
 from jaxrl.http.body import parse_json as parse_body
 from jaxrl.http.errors import RequestError
-from jaxrl.json_text import MAX_DEPTH, json_size, parse_json, parse_json_values
+from jaxrl.json_text import MAX_DEPTH, json_size, parse_json, parse_json_values, parse_object
 from jaxrl.rollout.agents.chat import parse_chat, parse_reward
 from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits
 from jaxrl.runtime.folder_lock import UNKNOWN, read_lock

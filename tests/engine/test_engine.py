@@ -11,7 +11,7 @@ from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.device import programs
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.models.packed import forward_packed
-from jaxrl.runtime.compile_threads import CompileThreads
+from jaxrl.runtime.compilation import CompileThreads
 from sharding import make_mesh, on_mesh
 from sharding.rules import TRAIN
 from tests.engine.engine_cases import (

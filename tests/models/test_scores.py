@@ -86,7 +86,7 @@ def test_a_mesh_has_the_scores_of_one_device(rules, sizes):
     positions = np.broadcast_to(np.arange(tokens.shape[1]), rows.shape)
     with jax.set_mesh(make_mesh(**sizes)):
         model = load(SCORES / "llama", rules, stacked=rules is PIPELINE)
-        put = functools.partial(put_batch, spec=rules.spec("batch", "time"))
+        put = functools.partial(put_batch, rules=rules)
         batch = put((rows, np.ones_like(rows), positions))
         found = np.asarray(packed_scores(model, *batch, rules=rules))
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-4)

@@ -1,9 +1,9 @@
-"""Tests of jaxrl/planner/remedies.py and cpu_time.py."""
+"""Tests of jaxrl/planner/remedies.py and of the time of a step in check.py."""
 
 import dataclasses
 import re
 
-from jaxrl.planner.cpu_time import cpu_time_line
+from jaxrl.planner.check import cpu_time_line
 from jaxrl.planner.remedies import remedies_text, settings_of, smaller
 from tests.planner.tiny_job import job, machine
 from tests.planner.tiny_run import run
@@ -41,10 +41,10 @@ def test_only_what_the_run_does_not_have_yet_is_named():
 
 
 def test_the_time_on_cpu_is_labelled_and_says_what_to_lower_if_it_is_long(monkeypatch):
-    monkeypatch.setattr("jaxrl.planner.cpu_time.SLOW_S", 1e9)
+    monkeypatch.setattr("jaxrl.planner.check.SLOW_S", 1e9)
     assert "a rough estimate from sizes" in (line := cpu_time_line(job()))
     assert "for responses of 6 to 64 tokens" in line and "prompts_per_step" not in line
-    monkeypatch.setattr("jaxrl.planner.cpu_time.SLOW_S", 0.0)
+    monkeypatch.setattr("jaxrl.planner.check.SLOW_S", 0.0)
     assert "lower data.prompts_per_step, rollout.n and data.max_response_len" in cpu_time_line(
         job()
     )

@@ -27,7 +27,7 @@ from jaxrl.config.saved import to_json
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.spec import init_params
-from jaxrl.runtime.compile_watch import CompileWatch
+from jaxrl.runtime.compilation import CompileWatch
 from jaxrl.serve.__main__ import load_first_model, read, serve
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.serve.model import open_model

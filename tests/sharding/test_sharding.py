@@ -1,6 +1,6 @@
 """Tests of sharding/mesh.py, rules.py, order.py and tree.py.
 
-sharding/memory.py is tested in tests/learner/test_offload.py, collectives.py in
+Offload to host memory is tested in tests/learner/test_offload.py, collectives.py in
 tests/test_collectives.py, hosts.py in tests/runtime/hosts.
 """
 
@@ -97,7 +97,7 @@ def test_two_dimensions_on_one_mesh_axis_are_rejected():
 def test_put_batch_gives_each_device_its_rows():
     batch = {"tokens": np.arange(32).reshape(8, 4), "mask": np.ones((8, 4), np.float32)}
     with jax.set_mesh(make_mesh(replica=2, fsdp=2, tensor=2)):
-        placed = put_batch(batch, TRAIN.spec("batch", "time"))
+        placed = put_batch(batch, TRAIN)
         assert placed["tokens"].sharding.spec == TRAIN.spec("batch", "time")
         for shard in placed["tokens"].addressable_shards:
             assert shard.data.shape == (2, 4)  # 8 rows over replica 2 x fsdp 2

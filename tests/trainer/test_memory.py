@@ -127,7 +127,7 @@ def test_a_run_out_of_memory_saves_its_last_step_and_names_the_phase(tiny_config
 def test_a_backend_without_host_memory_is_refused_before_weights_are_loaded(
     tiny_config, monkeypatch
 ):
-    monkeypatch.setattr("sharding.memory.HOST_MEMORY_KIND", "shelf")
+    monkeypatch.setattr("sharding.tree.HOST_MEMORY_KIND", "shelf")
     monkeypatch.setattr(
         "jaxrl.trainer.setup.opening.load_core", lambda *_, **__: pytest.fail("built")
     )

@@ -12,9 +12,9 @@ from urllib.parse import parse_qsl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrl.data.json_object import read_object
 from jaxrl.data.sources import hub, layout
 from jaxrl.data.sources.layout import DatasetPart
+from jaxrl.json_text import read_object
 
 _SAVE_AGAIN = "save the dataset again"
 _OPTIONS = re.compile(r"\?(?=\w+=)")  # a "?" without "name=" is a wildcard

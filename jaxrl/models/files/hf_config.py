@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.data.json_object import read_object
+from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import gemma2, gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from jaxrl.models.families.entries import check_known

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxrl.data.json_object import read_object
+from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json

@@ -12,7 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jaxrl.data.json_object import MAX_BYTES, parse_object
+from jaxrl.json_text import MAX_BYTES, parse_object
 
 DTYPES = {
     "F64": np.dtype(np.float64),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.json_object import read_object
+from jaxrl.json_text import read_object
 from jaxrl.models.files.safetensors import FLOATS, TensorInfo, map_tensor, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

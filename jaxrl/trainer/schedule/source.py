@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.engine.api import EngineStats
-from jaxrl.rollout.metrics import engine_metrics, merge_metrics
+from jaxrl.rollout.engines import merge_metrics
+from jaxrl.rollout.loop import engine_metrics
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Run

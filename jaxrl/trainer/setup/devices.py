@@ -20,10 +20,10 @@ from jaxrl.planner.check import (
     attached_machine,
     attached_plan,
     check_plan,
+    cpu_time_line,
     device_memory,
     plan_line,
 )
-from jaxrl.planner.cpu_time import cpu_time_line
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.sizes import Job

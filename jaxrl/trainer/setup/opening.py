@@ -25,7 +25,7 @@ from jaxrl.models.files.hf_load import load_params
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
-from jaxrl.runtime.compile_threads import CompileThreads
+from jaxrl.runtime.compilation import CompileThreads
 from jaxrl.runtime.start import end_loading
 from jaxrl.tracking.loggers import make_loggers
 from jaxrl.trainer.checkpointing import check_disk

@@ -9,7 +9,7 @@ import jax
 
 from jaxrl.algorithms.user_rows import check_user_rows
 from jaxrl.config.keys import RunConfig
-from jaxrl.runtime.compile_watch import CompileWatch
+from jaxrl.runtime.compilation import CompileWatch
 from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.multihost import join
 from jaxrl.runtime.ray_cluster import connect, import_ray

@@ -13,7 +13,7 @@ from jaxrl.learner.programs import TrainingModels, training_programs
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
-from jaxrl.runtime.compile_threads import CompileThreads, lowered_on_mesh
+from jaxrl.runtime.compilation import CompileThreads, lowered_on_mesh
 from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.phases.sampling import end_rollouts

@@ -1,6 +1,6 @@
 """Model files with random damage: one ValueError that names the file, or a valid model.
 
-Tests of jaxrl/data/json_object.py, hf_entries.py, safetensors.py, gguf/reader.py and their callers.
+Tests of jaxrl/json_text.py, hf_entries.py, safetensors.py, gguf/reader.py and their callers.
 """
 
 import json

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.keys import DistributedConfig
 from jaxrl.config.resolve import default_config, resolve
-from jaxrl.rollout.metrics import merge_metrics
+from jaxrl.rollout.engines import merge_metrics
 from jaxrl.runtime.multihost import (
     check_same_identity,
     is_multi_process,

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxrl.config import default_config, resolve
-from jaxrl.rollout.metrics import merge_metrics
+from jaxrl.rollout.engines import merge_metrics
 from jaxrl.runtime.signals import Interrupted, StopFlag
 from jaxrl.trainer.core import Run
 from jaxrl.trainer.schedule.source import PartialSource

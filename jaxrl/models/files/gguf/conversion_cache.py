@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxrl.data.json_object import read_object
+from jaxrl.json_text import read_object
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.files.gguf.folder import convert_gguf
 

@@ -1,6 +1,6 @@
 """Sequences with common prefixes have these tokens once in a row.
 
-Tests of jaxrl/data/rows/prefixes.py and of its use in jaxrl/data/packing.py.
+Tests of jaxrl/data/rows.py and of its use in jaxrl/data/packing.py.
 """
 
 import dataclasses

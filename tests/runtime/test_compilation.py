@@ -1,16 +1,38 @@
-"""Tests of jaxrl/runtime/compile_threads.py."""
+"""Tests of jaxrl/runtime/compilation.py."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.runtime.compile_threads import compile_in_threads, lowered_on_mesh
-from jaxrl.runtime.compile_watch import CompileWatch
+from jaxrl.runtime.compilation import (
+    CompileWatch,
+    RecompileError,
+    compile_in_threads,
+    lowered_on_mesh,
+)
 from sharding import make_mesh
 
 X = np.ones((3, 5), np.float32)
+
+
+def test_a_compilation_after_warm_up_stops_with_its_shapes():
+    watch = CompileWatch()
+    try:
+        f = jax.jit(lambda x: x * 2.0)
+        with watch.no_compile("update", step=3, armed=False):
+            f(jnp.ones((2, 3)))
+        with watch.no_compile("update", step=3, armed=True):
+            f(jnp.ones((2, 3)))
+        with (
+            pytest.raises(RecompileError, match=r"(?s)step 3.*float32\[5,3\]"),
+            watch.no_compile("update", step=3, armed=True),
+        ):
+            f(np.ones((5, 3), np.float32))
+    finally:
+        watch.detach()
 
 
 def test_calls_find_their_programs_compiled():
