@@ -19,7 +19,7 @@ from jaxrl.learner.step import Update, make_value_update, make_values, put_batch
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
-from jaxrl.models.files.hf_load import load_params, model_config
+from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.lora import split, with_adapters, with_base
 from jaxrl.types import TrainState, Tree
 from sharding import target_platform, to_device, to_host
@@ -107,17 +107,16 @@ class Critic:
 def make_critic(
     cfg: RunConfig,
     folder: Path,
-    backbone: DecoderConfig | None,
+    backbone: DecoderConfig,
     dtype: jnp.dtype,
     total_steps: int,
 ) -> Critic:
     """A separate critic in the layout of config.critic.mesh, with an abstract state.
 
-    Training's mesh is the current one. With `backbone`, the shape of the model, the folder is not
-    read. Raises ValueError if the mesh sizes do not divide the devices or the model.
+    `backbone` is the shape of the model. Training's mesh is the current one. Raises ValueError if
+    the mesh sizes do not divide the devices or the model.
     """
     critic_run = cfg.critic_run
-    backbone = model_config(folder) if backbone is None else backbone
     decoder = for_platform(critic_run, backbone, target_platform())[1]
     decoder = dataclasses.replace(with_adapters(cfg.lora, decoder), heads=("score",))
     layout = role_layout(cfg, "critic", decoder, dtype)

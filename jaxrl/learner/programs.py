@@ -19,7 +19,8 @@ from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.data.support import to_bits
 from jaxrl.layout import training_rules
 from jaxrl.learner.critic import Critic, ValueScorer
-from jaxrl.learner.requirements import shares_base
+from jaxrl.learner.requirements import full_kl_in_loss, shares_base
+from jaxrl.learner.roles import Learner
 from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.lora import split
 from jaxrl.types import Batch, TrainState, Tree
@@ -99,6 +100,29 @@ class TrainingProgram:
         if program.endswith("apply"):
             return self.cfg.updates_per_step
         return micro_batches * self.cfg.learner.epochs
+
+
+def training_models(
+    cfg: RunConfig,
+    learner: Learner,
+    state: TrainState,
+    ref_params: Tree | None,
+    *,
+    scores_policy: bool,
+    scores_reference: bool,
+) -> TrainingModels:
+    """The models of a run or a plan without a reward model, and the scorers that it needs."""
+    return TrainingModels(
+        cfg=cfg,
+        state=state,
+        update=learner.update,
+        kl_params=ref_params if full_kl_in_loss(cfg) else None,
+        value_scorer=learner.value_scorer,
+        critic=learner.critic,
+        scorer=learner.scorer if scores_policy else None,
+        ref_scorer=learner.ref_scorer if scores_reference else None,
+        ref_params=ref_params if scores_reference else None,
+    )
 
 
 def training_programs(models: TrainingModels) -> list[TrainingProgram]:

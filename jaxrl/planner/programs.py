@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,27 +13,27 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import (
     Layout,
     check_idle_policy,
-    role_layout,
     rollout_layout,
-    training_rules,
     worker_layout,
     worker_mesh,
 )
-from jaxrl.learner.critic import make_critic, reward_model_scorer, shared_value_scorer
-from jaxrl.learner.optimizer import check_opt_state, make_optimizer
-from jaxrl.learner.programs import Lower, TrainingModels, TrainingProgram, training_programs
+from jaxrl.learner.critic import reward_model_scorer
+from jaxrl.learner.programs import (
+    Lower,
+    TrainingModels,
+    TrainingProgram,
+    training_models,
+    training_programs,
+)
 from jaxrl.learner.requirements import (
-    full_kl_in_loss,
     needs_old_logp,
     needs_ref_logp,
     shares_base,
 )
-from jaxrl.learner.state import abstract_state
-from jaxrl.learner.step import Scorer, make_update, make_value_update
+from jaxrl.learner.roles import make_learner
 from jaxrl.models.config import DecoderConfig, for_platform
-from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.lora import split, with_adapters, without_adapters
-from jaxrl.models.spec import abstract_params
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.lora import with_adapters, without_adapters
 from jaxrl.planner.offload import IDLE_STATE, host_state
 from jaxrl.planner.rollout_devices import n_copies
 from jaxrl.rollout.paged_engine import paged_engine
@@ -124,18 +123,10 @@ def run_programs(
     roles |= dict(role_decoders or {})
     dtype, decoder = for_platform(cfg, decoder, target_platform())
     decoder = with_adapters(cfg.lora, decoder)
-    ref_decoder = for_platform(cfg, roles["teacher"], target_platform())[1]
-    if not cfg.algorithm.teacher:  # the policy without adapters
-        ref_decoder = dataclasses.replace(ref_decoder, base_dtype=decoder.base_dtype)
     if workload is not None:
         decoder = dataclasses.replace(decoder, heads=workload.heads)
-    models = _update(cfg, decoder, ref_decoder, dtype)
-    layouts = {
-        "score": role_layout(cfg, "score", decoder, dtype),
-        "reference": role_layout(cfg, "ref", ref_decoder, dtype),
-    }
-    _add_scoring(models, ref_decoder, layouts, workload)
-    _add_values(models, decoder, roles, dtype)
+    models, layouts = _models(cfg, decoder, roles, dtype, workload)
+    params = models.state.params
     rows = training_programs(models)
     table = {
         name: PlannedProgram(lower, row.phase, row.reads[name], ("policy", *row.offloads), row)
@@ -144,12 +135,12 @@ def run_programs(
     }
     state = {name: tree for row in rows for name, tree in row.state.items()}
     if models.kl_params is not None and not shares_base(cfg):
-        state["ref"] = layouts["reference"].abstract_weights(ref_decoder, jax.sharding.get_mesh())
+        state["ref"] = models.kl_params
     resident = {name: bytes_per_device(tree) for name, tree in state.items()}
     on_host = {"opt_state": 0, "gradients": _sums_on_host(models)} | {
         name: host_bytes_per_device(tree) for name, tree in state.items() if "opt_state" in name
     }
-    role_weights = _add_resharding(table, cfg, layouts, models.state.params)
+    role_weights = _add_resharding(table, cfg, layouts, params)
     responses = cfg.rollout.n if workload is None else workload.responses_per_example
     programs = RunPrograms(
         cfg=cfg,
@@ -161,7 +152,6 @@ def run_programs(
         n_sequences=cfg.data.prompts_per_step * responses,
     )
     if workload is None and (rollout_devices or not cfg.schedule.rollout_workers):
-        params = models.state.params
         programs = _with_engine(programs, params, dtype, memory_bytes, rollout_devices)
     for role in cfg.learner.offload:
         idle = [name for name in IDLE_STATE.get(role, ()) if name in resident]
@@ -172,60 +162,33 @@ def run_programs(
     return programs
 
 
-def _update(
-    cfg: RunConfig, decoder: DecoderConfig, ref_decoder: DecoderConfig, dtype: jnp.dtype
-) -> TrainingModels:
-    """The policy with an abstract state, its update, and the reference of a full KL."""
-    mesh, rules, specs = jax.sharding.get_mesh(), training_rules(cfg), decoder_specs(decoder)
-    trained, n_updates = split(specs)[0], cfg.total_steps * cfg.updates_per_step or 10**6
-    check_opt_state(cfg.learner, trained, rules)
-    optimizer = make_optimizer(cfg.learner, n_updates, trained, rules)
-    offload = "optimizer" in cfg.learner.offload
-    state = abstract_state(specs, dtype, optimizer, rules, mesh, offload=offload)
-    make = make_update if "vocab" in decoder.heads else make_value_update
-    kl_params = None
-    if full_kl_in_loss(cfg):
-        kl_params = abstract_params(decoder_specs(ref_decoder), rules, dtype, mesh)
-    return TrainingModels(cfg, state, make(cfg, optimizer, rules), kl_params)
-
-
-def _add_values(
-    models: TrainingModels,
+def _models(
+    cfg: RunConfig,
     decoder: DecoderConfig,
     roles: Mapping[str, DecoderConfig],
     dtype: jnp.dtype,
-) -> None:
-    """Adds a value head or a separate critic, and the reward model, as the run has them."""
-    cfg = models.cfg
-    if "score" in decoder.heads:
-        models.value_scorer = shared_value_scorer(cfg, dtype)
-    elif cfg.has_critic:
-        critic = make_critic(cfg, Path(), roles["critic"], dtype, cfg.total_steps or 10**6)
-        models.critic, models.value_scorer = critic, critic.scorer
-    if cfg.reward_model.path:
-        scorer, shape = reward_model_scorer(cfg, roles["reward_model"], dtype)
-        models.reward_scorer = scorer
-        models.reward_params = scorer.layout.abstract_weights(shape, jax.sharding.get_mesh())
-
-
-def _add_scoring(
-    models: TrainingModels,
-    ref_decoder: DecoderConfig,
-    layouts: Mapping[str, Layout],
     workload: OfflineWorkload | None,
-) -> None:
-    """Adds the scorers of old and reference logprobs, if the run needs them."""
-    cfg, mesh = models.cfg, jax.sharding.get_mesh()
-    needs_policy, needs_reference = needs_old_logp(cfg), needs_ref_logp(cfg)
-    if workload is not None:
-        needs_policy, needs_reference = workload.scores_policy, workload.has_reference
-    restricted = cfg.algorithm.keep_sampling_mask
-    scorer = Scorer(cfg, layouts["score"], cfg.score, restricted=restricted)
-    ref_scorer = Scorer(cfg, layouts["reference"], cfg.ref)
-    models.scorer = scorer if needs_policy else None
-    if needs_reference:
-        models.ref_scorer = ref_scorer
-        models.ref_params = layouts["reference"].abstract_weights(ref_decoder, mesh)
+) -> tuple[TrainingModels, dict[str, Layout]]:
+    """The models of training with abstract weights; the layouts in which logprobs are scored."""
+    steps, mesh = cfg.total_steps or 10**6, jax.sharding.get_mesh()
+    learner = make_learner(cfg, decoder, dtype, total_steps=steps, backbones=roles)
+    layouts = {"score": learner.scorer.layout, "reference": learner.ref_scorer.layout}
+    if shares_base(cfg):
+        ref_params = without_adapters(learner.abstract.params)
+    else:
+        ref_params = layouts["reference"].abstract_weights(learner.ref_decoder, mesh)
+    models = training_models(
+        cfg,
+        learner,
+        learner.abstract,
+        ref_params,
+        scores_policy=needs_old_logp(cfg) if workload is None else workload.scores_policy,
+        scores_reference=needs_ref_logp(cfg) if workload is None else workload.has_reference,
+    )
+    if cfg.reward_model.path:
+        models.reward_scorer, shape = reward_model_scorer(cfg, roles["reward_model"], dtype)
+        models.reward_params = models.reward_scorer.layout.abstract_weights(shape, mesh)
+    return models, layouts
 
 
 def _sums_on_host(models: TrainingModels) -> int:

@@ -16,6 +16,7 @@ from jaxrl.data.iterator import Batches
 from jaxrl.learner.coefficients import Coefficients
 from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.reward_model import RewardModel
+from jaxrl.learner.roles import Learner
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import without_adapters
 from jaxrl.report.charts import PHASES
@@ -23,7 +24,6 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.tracking.logger import Logger
 from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
-from jaxrl.trainer.setup.learner import Learner
 from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.session import Session
 from jaxrl.types import ScoredRollout, TrainState

@@ -20,6 +20,7 @@ from jaxrl.layout import Layout
 from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.requirements import needs_ref, shares_base
 from jaxrl.learner.reward_model import RewardModel
+from jaxrl.learner.roles import Learner
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.planner.programs import OfflineWorkload
@@ -50,7 +51,7 @@ from jaxrl.trainer.setup.engines import (
 )
 from jaxrl.trainer.setup.folder import record_start
 from jaxrl.trainer.setup.host import HostSide, open_evaluation_host, open_host, open_offline_host
-from jaxrl.trainer.setup.learner import Learner, build_learner, load_reference, load_state
+from jaxrl.trainer.setup.learner import build_learner, load_reference, load_state
 from jaxrl.trainer.setup.session import open_session
 from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
 from jaxrl.types import Prompt
@@ -183,8 +184,12 @@ def start_offline(devices: Devices, objective: OfflineObjective) -> OfflineRun:
     workload = objective.workload
     core = load_core(devices, has_reference=workload.has_reference)
     if not core.clock.done:
-        policy, reference = "vocab" in workload.heads, workload.has_reference
-        warm_up_offline(core, devices.threads, policy=policy, reference=reference)
+        warm_up_offline(
+            core,
+            devices.threads,
+            scores_policy="vocab" in workload.heads,
+            scores_reference=workload.has_reference,
+        )
     return OfflineRun(core, objective)
 
 

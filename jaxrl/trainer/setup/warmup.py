@@ -9,15 +9,15 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout
-from jaxrl.learner.programs import TrainingModels, training_programs
+from jaxrl.learner.programs import TrainingModels, training_models, training_programs
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
+from jaxrl.learner.roles import Learner
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.runtime.compilation import CompileThreads, lowered_on_mesh
 from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.phases.sampling import end_rollouts
-from jaxrl.trainer.setup.learner import Learner
 from sharding import needs_trial_run
 
 
@@ -69,9 +69,18 @@ def warm_up(run: Run, threads: CompileThreads) -> None:
     try_training(core, rl_models(run))  # the engine may have moved the policy's weights
 
 
-def warm_up_offline(core: Core, threads: CompileThreads, *, policy: bool, reference: bool) -> None:
+def warm_up_offline(
+    core: Core, threads: CompileThreads, *, scores_policy: bool, scores_reference: bool
+) -> None:
     """As `warm_up`, for offline training."""
-    models = training_models(core, policy=policy, reference=reference)
+    models = training_models(
+        core.cfg,
+        core.learner,
+        core.state,
+        core.ref_params,
+        scores_policy=scores_policy,
+        scores_reference=scores_reference,
+    )
     with core.session.progress.waiting("compiling all programs"):
         add_training(threads, models)
         threads.wait()
@@ -80,26 +89,18 @@ def warm_up_offline(core: Core, threads: CompileThreads, *, policy: bool, refere
 
 def rl_models(run: Run) -> TrainingModels:
     """The models of an RL run."""
-    cfg, model = run.core.cfg, run.reward_model
-    models = training_models(run.core, policy=needs_old_logp(cfg), reference=needs_ref_logp(cfg))
+    core, cfg, model = run.core, run.core.cfg, run.reward_model
+    models = training_models(
+        cfg,
+        core.learner,
+        core.state,
+        core.ref_params,
+        scores_policy=needs_old_logp(cfg),
+        scores_reference=needs_ref_logp(cfg),
+    )
     if model is not None:
         models.reward_scorer, models.reward_params = model.scorer, model.params
     return models
-
-
-def training_models(core: Core, *, policy: bool, reference: bool) -> TrainingModels:
-    """The models of a run, with its weights; and the scorers that it needs."""
-    return TrainingModels(
-        cfg=core.cfg,
-        state=core.state,
-        update=core.learner.update,
-        kl_params=core.ref_params if full_kl_in_loss(core.cfg) else None,
-        value_scorer=core.learner.value_scorer,
-        critic=core.learner.critic,
-        scorer=core.learner.scorer if policy else None,
-        ref_scorer=core.learner.ref_scorer if reference else None,
-        ref_params=core.ref_params if reference else None,
-    )
 
 
 def add_training(threads: CompileThreads, models: TrainingModels) -> None:

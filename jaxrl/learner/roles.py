@@ -1,0 +1,100 @@
+"""The roles of training: the policy, the scorers of logprobs and values, and a separate critic."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.layout import role_layout, training_rules
+from jaxrl.learner.critic import Critic, ValueScorer, make_critic, policy_steps, shared_value_scorer
+from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
+from jaxrl.learner.requirements import shares_base
+from jaxrl.learner.state import abstract_state
+from jaxrl.learner.step import Scorer, Update, make_update, make_value_update
+from jaxrl.models.config import DecoderConfig, for_platform
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.lora import split
+from jaxrl.types import TrainState
+from sharding import Rules, target_platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """The programs that update and score the policy."""
+
+    rules: Rules
+    n_ranks: int  # data-parallel ranks
+    total_steps: int
+    optimizer: Optimizer
+    update: Update
+    scorer: Scorer  # computes the policy's logprobs
+    ref_scorer: Scorer  # computes the reference model's logprobs
+    ref_decoder: DecoderConfig  # config of the reference model
+    value_scorer: ValueScorer | None  # None if the algorithm needs no values
+    critic: Critic | None  # separate critic; None if the value head shares the policy's backbone
+    abstract: TrainState  # shapes, dtypes and shardings of the policy's state
+
+
+def make_learner(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    *,
+    total_steps: int,
+    backbones: Mapping[str, DecoderConfig],
+    critic_folder: Path = Path(),
+) -> Learner:
+    """The learner of a policy, for a run or its plan; training's mesh is the current one.
+
+    `backbones` has the shapes of "critic" and "teacher", if the run has them. Only loading the
+    critic reads its folder. Raises ValueError if the state or a layout is invalid.
+    """
+    rules, mesh, specs = training_rules(cfg), jax.sharding.get_mesh(), decoder_specs(decoder)
+    trained = split(specs)[0]
+    check_opt_state(cfg.learner, trained, rules)
+    n_updates = policy_steps(cfg, total_steps) * cfg.updates_per_step
+    optimizer = make_optimizer(cfg.learner, n_updates, trained, rules)
+    critic = value_scorer = None
+    if "score" in decoder.heads:
+        value_scorer = shared_value_scorer(cfg, dtype)
+    elif cfg.has_critic:
+        critic = make_critic(cfg, critic_folder, backbones["critic"], dtype, total_steps)
+        value_scorer = critic.scorer
+    scorer, ref_scorer, ref_decoder = make_scorers(cfg, decoder, dtype, backbones)
+    make = make_update if "vocab" in decoder.heads else make_value_update
+    offload = "optimizer" in cfg.learner.offload
+    return Learner(
+        rules=rules,
+        n_ranks=rules.n_shards("batch"),
+        total_steps=total_steps,
+        optimizer=optimizer,
+        update=make(cfg, optimizer, rules),
+        scorer=scorer,
+        ref_scorer=ref_scorer,
+        ref_decoder=ref_decoder,
+        value_scorer=value_scorer,
+        critic=critic,
+        abstract=abstract_state(specs, dtype, optimizer, rules, mesh, offload=offload),
+    )
+
+
+def make_scorers(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    backbones: Mapping[str, DecoderConfig],
+) -> tuple[Scorer, Scorer, DecoderConfig]:
+    """(policy scorer, reference scorer, config of the reference model)."""
+    restricted = cfg.algorithm.keep_sampling_mask
+    layout = role_layout(cfg, "score", decoder, dtype)
+    scorer = ref_scorer = Scorer(cfg, layout, cfg.score, restricted=restricted)
+    ref_decoder = dataclasses.replace(decoder, lora=None)
+    if cfg.algorithm.teacher:
+        ref_decoder = for_platform(cfg, backbones["teacher"], target_platform())[1]
+    if cfg.ref != cfg.score or ref_decoder != decoder or restricted:
+        ref_layout = role_layout(cfg, "ref", ref_decoder, dtype)
+        ref_scorer = Scorer(cfg, ref_layout, cfg.ref, of_training=shares_base(cfg))
+    return scorer, ref_scorer, ref_decoder
