@@ -20,7 +20,7 @@ from jaxrl.layout import Layout
 from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.requirements import needs_ref, shares_base
 from jaxrl.learner.reward_model import RewardModel
-from jaxrl.learner.roles import Learner
+from jaxrl.learner.roles import Learner, make_learner
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.planner.programs import OfflineWorkload
@@ -51,9 +51,9 @@ from jaxrl.trainer.setup.engines import (
 )
 from jaxrl.trainer.setup.folder import record_start
 from jaxrl.trainer.setup.host import HostSide, open_evaluation_host, open_host, open_offline_host
-from jaxrl.trainer.setup.learner import build_learner, load_reference, load_state
 from jaxrl.trainer.setup.session import open_session
 from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
+from jaxrl.trainer.setup.weights import load_reference, load_state
 from jaxrl.types import Prompt
 
 
@@ -155,6 +155,23 @@ def open_offline_devices(host: HostSide, workload: OfflineWorkload) -> Devices:
     threads = host.session.stack.enter_context(CompileThreads())
     threads.lower(lowered_before_loading(host.session.cfg, learner))
     return Devices(host, policy, learner, threads)
+
+
+def build_learner(host: HostSide, policy: Policy) -> Learner:
+    """The learner on training's mesh, which is the current one.
+
+    Raises ValueError if the state or a layout is invalid.
+    """
+    cfg, folders, iterator = host.session.cfg, host.models.folders, host.iterator
+    assert iterator is not None
+    return make_learner(
+        cfg,
+        policy.decoder,
+        policy.dtype,
+        total_steps=cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs,
+        backbones=folders.other_configs(),
+        critic_folder=folders.critic,
+    )
 
 
 def start_run(devices: Devices) -> Run:

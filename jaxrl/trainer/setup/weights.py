@@ -1,11 +1,11 @@
-"""The learner of a run, and the weights that it changes."""
+"""The weights of a run: from the model folders, or from its newest checkpoint."""
 
 import dataclasses
 
 import jax
 
 from jaxrl.checkpoint.checkpointer import Checkpointer
-from jaxrl.learner.roles import Learner, make_learner
+from jaxrl.learner.roles import Learner
 from jaxrl.learner.state import checkpoint_state, init_state
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.adapter import load_with_adapters
@@ -15,23 +15,6 @@ from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.host import HostSide
 from jaxrl.types import TrainState
 from sharding import hosts, to_host
-
-
-def build_learner(host: HostSide, policy: Policy) -> Learner:
-    """The learner on training's mesh, which is the current one.
-
-    Raises ValueError if the state or a layout is invalid.
-    """
-    cfg, folders, iterator = host.session.cfg, host.models.folders, host.iterator
-    assert iterator is not None
-    return make_learner(
-        cfg,
-        policy.decoder,
-        policy.dtype,
-        total_steps=cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs,
-        backbones=folders.other_configs(),
-        critic_folder=folders.critic,
-    )
 
 
 def load_state(
