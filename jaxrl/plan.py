@@ -10,7 +10,7 @@ import pathlib
 import sys
 from typing import Any
 
-from jaxrl.planner.options import PlanArguments, read
+from jaxrl.planner.options import PlanArguments, Simulation, read
 from jaxrl.runtime.start import begin_program
 
 if __name__ == "__main__":  # answers a mistyped argument before the imports that take seconds
@@ -34,11 +34,8 @@ from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.remedies import remedies_text
 from jaxrl.planner.report import search_text, show
-from jaxrl.planner.schedules.command import (
-    Simulation,
-    read_schedule,
-    simulate_text,
-)
+from jaxrl.planner.schedules.lengths import simulated_lengths
+from jaxrl.planner.schedules.report import simulate_text
 from jaxrl.planner.search import FINALISTS, search
 from jaxrl.planner.sizes import Job
 from jaxrl.planner.topology import Topology, topology
@@ -52,12 +49,11 @@ OBJECTIVES = {"sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
 
 def main(arguments: PlanArguments) -> int:
     """Exit status: 0 the run fits, 1 an error that the message explains, 2 it does not fit."""
-    cfg, options = arguments.cfg, arguments.options
+    cfg, options, simulation = arguments.cfg, arguments.options, arguments.simulation
     try:
         if arguments.compared:
             _compare(*arguments.compared)
             return 0
-        simulation = read_schedule(options)
         decoder = model_shape(cfg.model.path, options.get("model-config", ""))
         if "plan" in options:
             plan = _saved_plan(options["plan"], "rollout_weight_bytes")
@@ -68,7 +64,7 @@ def main(arguments: PlanArguments) -> int:
             if simulation is None or compiled is None:
                 return _show(compiled, job, options)
             plan = compiled.json()
-        assert simulation is not None, "read_schedule rejects --plan without --schedule"
+        assert simulation is not None, "read_simulation rejects --plan without --schedule"
         print(simulate_text(simulation, cfg, decoder, plan, _report_progress), end="")
     except ProgramTooLarge as error:
         print(error, file=sys.stderr)
@@ -91,7 +87,9 @@ def _compiled_plan(
         check_devices(cfg, len(machine.devices), machine.n_processes)
     if searches or simulation:
         _check_all_devices(cfg)
-    response_len = simulation.mean_len(cfg) if simulation else cfg.data.max_response_len
+    response_len = cfg.data.max_response_len
+    if simulation:
+        response_len = round(float(simulated_lengths(simulation.lengths, cfg).mean()))
     lengths = Lengths(
         int(options.get("prompt-len", cfg.data.max_prompt_len)),
         int(options.get("response-len", response_len)),

@@ -1,10 +1,10 @@
 """The arguments of `jaxrl.plan`: its own options, and the keys of a run. No jax."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxrl.config.command_line import print_help, read_args, read_options, stop
-from jaxrl.config.keys import RunConfig
+from jaxrl.config.keys import RunConfig, ScheduleConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.planner.chips import KNOWN, split_name
 
@@ -56,6 +56,17 @@ OPTIONS = (
     *SCHEDULE_OPTIONS,
 )
 JOBS = ("train", "sft", "dpo", "reward_model")
+MODES = ("sync", "partial", "async")
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """The schedules to simulate."""
+
+    schedule: ScheduleConfig
+    lengths: str
+    rollout_devices: int  # 0 = every split
+    search: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +75,7 @@ class PlanArguments:
 
     cfg: RunConfig = dataclasses.field(default_factory=RunConfig)  # checked, but for the devices
     options: dict[str, str] = dataclasses.field(default_factory=dict)
+    simulation: Simulation | None = None
     compared: tuple[str, ...] = ()
 
 
@@ -79,7 +91,7 @@ def read(argv: Sequence[str]) -> PlanArguments:
     options = read_options(rest, OPTIONS)
     try:
         _check(options)
-        return PlanArguments(resolve(config), options)
+        return PlanArguments(resolve(config), options, read_simulation(options))
     except ValueError as error:
         stop(str(error))
 
@@ -98,3 +110,47 @@ def _check(options: dict[str, str]) -> None:
     for name in ("prompt-len", "response-len", "search"):
         if not (text := options.get(name) or "1").isdigit() or not int(text):
             raise ValueError(f"--{name}={text} is not a number of 1 or more")
+
+
+def read_simulation(options: Mapping[str, str]) -> Simulation | None:
+    """The simulation that the options describe; None without --schedule.
+
+    Raises ValueError for values that cannot be simulated.
+    """
+    if "schedule" not in options:
+        if given := [name for name in SCHEDULE_OPTIONS if name in options]:
+            raise ValueError(f"--{given[0]} is for simulations; set --schedule=async as well")
+        return None
+    mode, spec = options["schedule"], options.get("lengths", "")
+    if mode not in MODES:
+        raise ValueError(f"unknown --schedule={mode}; set one of {', '.join(MODES)}")
+    if not spec:
+        raise ValueError(
+            "--lengths is missing; set it to a file with response lengths, or to "
+            "'lognormal?mean=14000'"
+        )
+    staleness = _number(options, "max-staleness", 0 if mode == "sync" else 1)
+    if mode == "sync" and staleness:
+        raise ValueError("--schedule=sync has no staleness; leave out --max-staleness")
+    if staleness < 0 or staleness != int(staleness):
+        raise ValueError(f"--max-staleness={staleness:g}: set a staleness of 0 or more whole steps")
+    schedule = ScheduleConfig(mode=mode, max_staleness=int(staleness))
+    oversample, most = _number(options, "oversample", 0), schedule.max_oversample
+    if "oversample" in options and not 1 <= oversample <= most:
+        raise ValueError(
+            f"--oversample={oversample:g}: set 1 to {most} steps of groups in flight, or a larger "
+            "--max-staleness"
+        )
+    devices = _number(options, "rollout-devices", 0)
+    if devices and mode != "async":
+        raise ValueError("--rollout-devices is for --schedule=async")
+    schedule = dataclasses.replace(schedule, oversample=oversample)
+    return Simulation(schedule, spec, int(devices), "search" in options)
+
+
+def _number(options: Mapping[str, str], name: str, default: int | float) -> float:
+    text = options.get(name, str(default))
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"--{name}={text} is not a number") from error

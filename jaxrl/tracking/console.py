@@ -11,9 +11,9 @@ from rich.text import Text
 
 from jaxrl.config.keys import LogConfig
 from jaxrl.tracking.progress import duration
+from jaxrl.tracking.samples import printable
 
 HEADER_EVERY = 20
-MAX_CHARS = 600  # of a prompt or a completion
 
 
 def compact(value: float) -> str:
@@ -62,18 +62,6 @@ def cell(
     """The first of the metrics that is in `values`, right-aligned; "-" if none is."""
     found = next((values[name] for name in names if name in values), None)
     return f"{'-' if found is None else show(found):>{width}}"
-
-
-def printable(text: str, limit: int = MAX_CHARS) -> str:
-    """`text` without control characters, which the terminal would interpret.
-
-    A text over `limit` characters loses its middle.
-    """
-    if len(text) > limit:
-        text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
 
 
 class ConsoleLogger:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.tracking.console import printable
 from jaxrl.tracking.json_lines import read_lines
+from jaxrl.tracking.samples import printable
 
 FILE = "first_samples.jsonl"
 MarkedText = tuple[str, bool]  # text, whether it is learned

@@ -1,8 +1,9 @@
-"""Sampled completions as trackers show them: rows of a table, or Markdown."""
+"""Sampled completions as trackers and the console show them: rows, Markdown, printable text."""
 
 from collections.abc import Sequence
 from typing import Any
 
+MAX_CHARS = 600  # of a prompt or a completion in the console
 COLUMNS = ("kind", "source", "prompt", "completion", "answer", "reward", "finish")
 
 
@@ -28,3 +29,15 @@ def sample_markdown(record: dict[str, Any]) -> str:
         f"    {record.get(name)}".replace("\n", "\n    ") for name in ("prompt", "completion")
     )
     return "\n\n".join([head, *quoted])
+
+
+def printable(text: str, limit: int = MAX_CHARS) -> str:
+    """`text` without control characters, which the terminal would interpret.
+
+    A text over `limit` characters loses its middle.
+    """
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Labelled, Pair
-from jaxrl.tracking.console import MAX_CHARS
 from jaxrl.tracking.first_samples import with_brackets, write_first_samples
 from jaxrl.tracking.logger import warn
+from jaxrl.tracking.samples import MAX_CHARS
 from jaxrl.trainer.core import Core
 from jaxrl.types import Demonstration, Rollout, TrainingSample
 from sharding.hosts import is_main_process

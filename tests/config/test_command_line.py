@@ -194,12 +194,15 @@ PROGRAMS = {
     "evaluate": ["--model=somewhere"],
     "serve": ["--model=somewhere"],
     "plan": [CONFIG, "--topology=cpu:8"],
+    "report": ["somewhere"],
     "launch": [CONFIG, "--num-hosts=2"],
     "convert": ["somewhere", "elsewhere"],
 }
 
 
-@pytest.mark.parametrize("argument", ["--config.rollout.nn=3", "--nn=3", "--help"])
+@pytest.mark.parametrize(
+    "argument", ["--config.rollout.nn=3", "--nn=3", "--help", "--schedule=later"]
+)
 def test_the_command_line_of_every_program_is_answered_before_jax_is_imported(argument):
     code = (
         "import contextlib, runpy, sys\n"

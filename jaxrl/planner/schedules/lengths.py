@@ -6,9 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxrl.config.keys import RunConfig
 from jaxrl.config.options import options
 
+N_STEPS = 8  # of groups, which repeat afterwards
 OPTIONS = {"mean": 0.0, "limit": 0.0, "sigma": 1.0, "between": 0.5}
+
+
+def simulated_lengths(spec: str, cfg: RunConfig) -> np.ndarray:
+    """`response_lengths` of the groups of a simulated run, the same for the same arguments."""
+    n_groups = N_STEPS * cfg.data.prompts_per_step
+    return response_lengths(spec, n_groups, cfg.rollout.n, cfg.data.max_response_len)
 
 
 def response_lengths(spec: str, n_groups: int, n: int, limit: int, seed: int = 0) -> np.ndarray:

@@ -1,21 +1,48 @@
-"""Text of simulated schedules: a table, and the assumptions of its numbers."""
+"""Simulated schedules as text: a table, the best one, and the assumptions of the numbers."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.planner.schedules.costs import RunCosts
-from jaxrl.planner.schedules.search import Simulated, best
+from jaxrl.config.keys import RunConfig
+from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.options import Simulation
+from jaxrl.planner.schedules.costs import Numbers, RunCosts
+from jaxrl.planner.schedules.lengths import simulated_lengths
+from jaxrl.planner.schedules.search import Simulated, Simulator, best
 
 COLUMNS = (
     "schedule", "devices", "max_staleness", "s/step", "tokens/s", "to sync", "rollout idle",
     "trainer idle", "mean staleness", "versions",
 )  # fmt: skip
 WIDTH = 160
+
+
+def simulate_text(
+    simulation: Simulation,
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    plan: Numbers,
+    on_start: Callable[[str], None],
+) -> str:
+    """Table, best schedule and assumptions of a simulation from a plan's numbers.
+
+    `on_start` is called with a line before each simulation, which may take half a minute. Raises
+    ValueError if no split fits, OSError if the lengths cannot be read.
+    """
+    costs, devices = RunCosts(cfg, decoder, plan), simulation.rollout_devices
+    lengths = simulated_lengths(simulation.lengths, cfg)
+    simulator = Simulator(costs, lengths, on_start)
+    if simulation.search:
+        found = simulator.search()
+    else:
+        split = costs.split(devices) if devices else None
+        found = simulator.schedule(simulation.schedule, split)
+    return schedules_text(costs, found, lengths, simulation.lengths)
 
 
 def schedules_text(

@@ -43,19 +43,6 @@ class Outcome:
     versions_per_response: float
 
 
-@dataclasses.dataclass(frozen=True)
-class SimulatedStep:
-    """The outcome of a training step. Times are since the start of the run."""
-
-    ready_s: float  # its batch is generated
-    busy_s: float  # of all replicas until then
-    end_s: float
-    train_s: float
-    n_tokens: int  # of responses
-    ages: list[int]  # staleness of its responses
-    n_versions: int  # that sampled a response, summed
-
-
 def simulate(
     costs: TrainingCosts,
     engine: SimulatedEngine,
@@ -71,54 +58,39 @@ def simulate(
 
     Groups repeat after the last. The first `n_warmup` of `n_steps` training steps are not counted.
     """
-    rollout = _Rollout(engine, schedule, lengths, groups_per_step)
-    steps: list[SimulatedStep] = []
+    rollout, shared = _Rollout(engine, schedule, lengths, groups_per_step), schedule.mode != "async"
     weights_at = [0.0]  # when the engine may begin with the weights of each version
+    # Of each step: its batch is ready, the replicas were busy until then, its end, its training.
+    times: list[tuple[float, float, float, float]] = []
+    n_tokens, ages, n_versions = [], [], []  # of the responses of the counted steps
     for step in range(n_steps):
         version = max(step - schedule.lag, 0)
         engine.seconds = max(engine.seconds, weights_at[version])
         batch = rollout.next_batch(step, version)
-        begin, totals = max(engine.seconds, weights_at[step]), []
-        for group in batch:
-            totals += [prompt_len + length for length in rollout.lengths_of(group)]
+        begin = max(engine.seconds, weights_at[step])
+        response_lens = [length for group in batch for length in rollout.lengths_of(group)]
+        totals = [prompt_len + length for length in response_lens]
         train_s = costs.update_s + sum(totals) * costs.token_s
         train_s += sum(total**2 for total in totals) / 2 * costs.pair_s
         weights_at.append(begin + train_s + costs.transfer_s)
-        versions = [response.versions for group in batch for response in group.responses]
-        steps.append(
-            SimulatedStep(
-                ready_s=engine.seconds,
-                busy_s=engine.busy_s,
-                end_s=begin + train_s,
-                train_s=train_s,
-                n_tokens=sum(totals) - prompt_len * len(totals),
-                ages=[step - of_tokens[0] for of_tokens in versions],
-                n_versions=sum(len(set(of_tokens)) for of_tokens in versions),
-            )
-        )
-    shared = schedule.mode != "async"
-    return _outcome(steps[n_warmup - 1 :], engine.n_replicas, costs.transfer_s, shared)
-
-
-def _outcome(
-    steps: list[SimulatedStep], n_replicas: int, transfer_s: float, shared: bool
-) -> Outcome:
-    """Means over all steps but the first, from whose end they count."""
-    first, counted = steps[0], steps[1:]
-    seconds, train_s = counted[-1].end_s - first.end_s, sum(step.train_s for step in counted)
-    rollout_s = counted[-1].ready_s - first.ready_s
-    busy_s = (counted[-1].busy_s - first.busy_s) / n_replicas
+        times.append((engine.seconds, engine.busy_s, begin + train_s, train_s))
+        if step >= n_warmup:
+            versions = [response.versions for group in batch for response in group.responses]
+            n_tokens += response_lens
+            ages += [step - of_tokens[0] for of_tokens in versions]
+            n_versions += [len(set(of_tokens)) for of_tokens in versions]
+    ready_s, busy_s, end_s, train_s = zip(*times[n_warmup - 1 :], strict=True)
+    seconds, busy = end_s[-1] - end_s[0], (busy_s[-1] - busy_s[0]) / engine.n_replicas
     if shared:  # the replicas have no devices during updates
-        busy_s += sum(step.train_s + transfer_s for step in steps[:-1])
-    ages = [age for step in counted for age in step.ages]
+        busy += sum(one + costs.transfer_s for one in train_s[:-1])
     return Outcome(
-        step_s=seconds / len(counted),
-        tokens_per_s=sum(step.n_tokens for step in counted) / seconds,
-        rollout_idle=max(1 - busy_s / rollout_s, 0.0),
-        trainer_idle=0.0 if shared else 1 - train_s / seconds,
+        step_s=seconds / (n_steps - n_warmup),
+        tokens_per_s=sum(n_tokens) / seconds,
+        rollout_idle=max(1 - busy / (ready_s[-1] - ready_s[0]), 0.0),
+        trainer_idle=0.0 if shared else 1 - sum(train_s[1:]) / seconds,
         staleness_mean=sum(ages) / len(ages),
         staleness_max=max(ages),
-        versions_per_response=sum(step.n_versions for step in counted) / len(ages),
+        versions_per_response=sum(n_versions) / len(ages),
     )
 
 

@@ -13,7 +13,7 @@ from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.reward_shaping import soft_overlong
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
-from jaxrl.tracking.console import printable
+from jaxrl.tracking.samples import printable
 from jaxrl.types import Reward, ScoredRollout
 from sharding import hosts
 

@@ -1,4 +1,4 @@
-"""`python -m jaxrl.plan --schedule=...` (jaxrl/planner/schedules/command.py and report.py)."""
+"""`python -m jaxrl.plan --schedule=...` (jaxrl/planner/options.py and schedules/report.py)."""
 
 import pathlib
 
