@@ -31,27 +31,41 @@ def device_memory() -> int | None:
     return min(limits) if limits else None
 
 
-def check_plan(
+def attached_job(
     cfg: RunConfig,
     decoder: DecoderConfig,
     memory_bytes: int | float,
-    *,
     role_decoders: Mapping[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
-) -> Plan:
+) -> Job:
+    """A run on the devices of the current mesh and of the rollout, with `memory_bytes` each.
+
+    `role_decoders` and `workload` are as in `run_programs`.
+    """
+    mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
+    platform = target_platform()
+    chip = dataclasses.replace(
+        CHIPS["cpu"], name=jax.local_devices()[0].device_kind, memory_bytes=float(memory_bytes)
+    )
+    machine = Topology(
+        f"{mesh.size + len(rollout) * jax.process_count()} {platform} devices",
+        platform,
+        chip,
+        [*mesh.devices.flatten().tolist(), *rollout],
+    )
+    lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
+    return Job(cfg, decoder, machine, lengths, role_decoders or {}, workload)
+
+
+def check_plan(job: Job) -> Plan:
     """`attached_plan`, called before anything is on the devices.
 
     Compiles the programs ahead of warm-up, which finds them in JAX's compilation cache.
     Raises ValueError with the numbers of the plan if the run does not fit.
     """
     advice = "set plan_check=False to try anyway"
-    machine = attached_machine(cfg, memory_bytes)
-    lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
-    job = Job(cfg, decoder, machine, lengths, role_decoders or {}, workload)
     try:
-        plan = attached_plan(
-            cfg, decoder, memory_bytes, role_decoders=role_decoders, workload=workload
-        )
+        plan = attached_plan(job)
     except ProgramTooLarge as error:
         raise ValueError(f"the plan of this run {error}; {advice}\n{remedies_text(job)}") from error
     if not plan.fits:
@@ -62,40 +76,17 @@ def check_plan(
     return plan
 
 
-def attached_plan(
-    cfg: RunConfig,
-    decoder: DecoderConfig,
-    memory_bytes: int | float,
-    *,
-    role_decoders: Mapping[str, DecoderConfig] | None = None,
-    workload: OfflineWorkload | None = None,
-) -> Plan:
-    """The plan of a run on the current mesh, whose devices have `memory_bytes` each.
+def attached_plan(job: Job) -> Plan:
+    """The plan of a run on the current mesh.
 
-    `role_decoders` and `workload` are as in `run_programs`. Raises ProgramTooLarge if the compiler
-    runs out of device memory.
+    Raises ProgramTooLarge if the compiler runs out of device memory.
     """
+    cfg, machine = job.cfg, job.machine
     mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
-    machine = attached_machine(cfg, memory_bytes)
-    lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
-    run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
-    programs = compile_programs(run, lengths, machine)
-    return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
-
-
-def attached_machine(cfg: RunConfig, memory_bytes: int | float) -> Topology:
-    """The devices of the current mesh and those of the rollout, with `memory_bytes` each."""
-    mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
-    platform = target_platform()
-    chip = dataclasses.replace(
-        CHIPS["cpu"], name=jax.local_devices()[0].device_kind, memory_bytes=float(memory_bytes)
-    )
-    return Topology(
-        f"{mesh.size + len(rollout) * jax.process_count()} {platform} devices",
-        platform,
-        chip,
-        [*mesh.devices.flatten().tolist(), *rollout],
-    )
+    memory_bytes = machine.chip.memory_bytes
+    run = run_programs(cfg, job.decoder, memory_bytes, job.role_decoders, job.workload, rollout)
+    programs = compile_programs(run, job.lengths, machine)
+    return assemble_plan(run, programs, machine, dict(mesh.shape), job.lengths)
 
 
 def plan_line(plan: Plan) -> str:

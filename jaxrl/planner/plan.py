@@ -14,9 +14,15 @@ from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program, compile_programs, machine_note
 from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
-from jaxrl.planner.offload import IDLE_STATE, state_before_offload
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
-from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs
+from jaxrl.planner.programs import (
+    IDLE_STATE,
+    Lengths,
+    OfflineWorkload,
+    RunPrograms,
+    run_programs,
+    state_before_offload,
+)
 from jaxrl.planner.rollout_devices import n_copies, sides
 from jaxrl.planner.topology import Topology
 from sharding import make_mesh

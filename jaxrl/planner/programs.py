@@ -34,11 +34,18 @@ from jaxrl.learner.roles import make_learner
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import with_adapters, without_adapters
-from jaxrl.planner.offload import IDLE_STATE, host_state
 from jaxrl.planner.rollout_devices import n_copies
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.types import Tree
 from sharding import bytes_per_device, host_bytes_per_device, target_platform
+
+# Weights in `RunPrograms.resident` that learner.offload keeps in host memory between uses.
+IDLE_STATE = {
+    "policy": ("params", "base"),
+    "reference": ("ref",),
+    "critic": ("critic", "critic_base"),
+    "reward_model": ("reward_model",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,3 +291,19 @@ def _with_engine(
         n_rollout_devices=len(devices) * n_sides,
         n_workers=n_workers,
     )
+
+
+def state_before_offload(resident: Mapping[str, int], on_host: Mapping[str, int]) -> int:
+    """Bytes on a device when the rollout's copy is made, before the policy is offloaded."""
+    idle = set(on_host) - set(IDLE_STATE["policy"])
+    return sum(n_bytes for name, n_bytes in resident.items() if name not in idle)
+
+
+def host_state(
+    cfg: RunConfig, resident: Mapping[str, int], updates: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes per device of all state in host memory: of the updates, and of idle roles."""
+    found = dict(updates)
+    for role in cfg.learner.offload:
+        found |= {name: resident.get(name, 0) for name in IDLE_STATE.get(role, ())}
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}

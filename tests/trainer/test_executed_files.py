@@ -18,7 +18,7 @@ from jaxrl.trainer.rl_step import train_step
 from jaxrl.trainer.setup.opening import open_run
 
 ROOT = Path(__file__).parents[2]
-MAX_OPENING, MAX_STEP = 175, 66  # files
+MAX_OPENING, MAX_STEP = 171, 61  # files
 
 
 @contextlib.contextmanager

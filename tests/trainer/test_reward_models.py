@@ -380,18 +380,18 @@ def test_a_rollout_that_cannot_be_scored_gets_an_error(tiny_config, tiny_scorer)
 @pytest.mark.thorough
 def test_the_plan_check_includes_the_reward_model(tiny_config, tiny_scorer, monkeypatch):
     tiny_config.reward_model.path = str(tiny_scorer)
-    seen = {}
+    jobs = []
 
-    def check_plan(cfg, decoder, memory_bytes, **how):
-        seen.update(how)
+    def check_plan(job):
+        jobs.append(job)
         raise ValueError("it does not fit")
 
     monkeypatch.setattr("jaxrl.trainer.setup.devices.device_memory", lambda: 2**30)
     monkeypatch.setattr("jaxrl.trainer.setup.devices.check_plan", check_plan)
     with pytest.raises(ValueError, match="it does not fit"), open_run(resolve(tiny_config)):
         pass
-    assert set(seen["role_decoders"]) == {"critic", "teacher", "reward_model"}
-    assert seen["role_decoders"]["reward_model"] == model_config(tiny_scorer)
+    assert set(jobs[0].role_decoders) == {"critic", "teacher", "reward_model"}
+    assert jobs[0].role_decoders["reward_model"] == model_config(tiny_scorer)
 
 
 def test_a_language_model_is_rejected_as_reward_model(tiny_config, tiny_model):

@@ -17,7 +17,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params
 from jaxrl.planner.check import (
-    attached_machine,
+    attached_job,
     attached_plan,
     check_plan,
     cpu_time_line,
@@ -69,36 +69,31 @@ def open_plan(
     From now on running out of device memory is explained with it. `workload` is that of offline
     training. Raises ValueError if the run does not fit.
     """
-    cfg, decoder, plan = host.session.cfg, policy.decoder, None
+    session, cfg = host.session, host.session.cfg
     roles = host.models.folders.other_configs() if workload is None else None
-    memory = device_memory()
+    memory, plan = device_memory(), None
+    job = attached_job(cfg, policy.decoder, memory or physical_memory(), roles, workload)
     if cfg.plan_check and memory is not None:
-        with host.session.progress.waiting("planning: compiling all programs"):
-            plan = check_plan(cfg, decoder, memory, role_decoders=roles, workload=workload)
-        host.session.progress.status(plan_line(plan))
-
-    def make_plan() -> Plan:
-        memory = device_memory() or physical_memory()
-        return attached_plan(cfg, decoder, memory, role_decoders=roles, workload=workload)
-
-    known = make_plan if plan is None else lambda: plan
-    host.session.stack.enter_context(explain_out_of_memory(cfg.run_path, known))
+        with session.progress.waiting("planning: compiling all programs"):
+            plan = check_plan(job)
+        session.progress.status(plan_line(plan))
+    session.stack.enter_context(
+        explain_out_of_memory(cfg.run_path, lambda: plan or attached_plan(job))
+    )
     if workload is None:
-        report_cpu_time(host, decoder)
+        report_cpu_time(host, job)
     return plan
 
 
-def report_cpu_time(host: HostSide, decoder: DecoderConfig) -> None:
+def report_cpu_time(host: HostSide, job: Job) -> None:
     """Shows the rough time of a step of RL if this process alone runs it on CPUs."""
     cfg, iterator = host.session.cfg, host.iterator
     alone = hosts.n_processes() == 1 and cfg.schedule.mode == "sync"
     if jax.default_backend() != "cpu" or not alone or iterator is None:
         return
-    machine = attached_machine(cfg, device_memory() or physical_memory())
     prompt_len = float(np.mean([len(prompt.tokens) for prompt in iterator.items]))
     lengths = Lengths(max(round(prompt_len), 1), cfg.data.max_response_len)
-    job = Job(cfg, decoder, machine, lengths, host.models.folders.other_configs())
-    host.session.progress.status(cpu_time_line(job))
+    host.session.progress.status(cpu_time_line(dataclasses.replace(job, lengths=lengths)))
 
 
 def start_devices(
