@@ -115,7 +115,7 @@ class Layout:
         return self._load(params)[0]
 
     def _load(self, params: Tree) -> tuple[Tree, list[bool]]:
-        """The weights as the role reads them, and which arrays are those of `params`."""
+        """The weights as the role reads them, and which arrays are also in `params`."""
         prepared = self.prepare(params)
         shared = [leaf.is_shared for leaf in self._leaves(params, prepared)]
         if self.resharding is not None:
@@ -154,13 +154,13 @@ class Layout:
         return merge(prepared) if self.merge else prepared  # the config of the model
 
     def mesh(self, training: Mesh) -> Mesh:
-        """The role's mesh, given that of training."""
+        """The role's mesh, given training's."""
         return training if self.resharding is None else self.resharding.mesh
 
     def weight_bytes(self, params: Tree) -> tuple[int, int]:
         """(shared, copied) bytes per device of the policy's (abstract) weights on the current mesh.
 
-        Shared arrays are those of training, which the role reads without a copy.
+        The role reads training's arrays without a copy if they are shared.
         """
         if not self.copies:
             return bytes_per_device(params), 0
@@ -359,7 +359,7 @@ def worker_mesh(cfg: RunConfig, devices: Sequence[Any]) -> Mesh:
 def worker_layout(cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype, mesh: Mesh) -> Layout:
     """Layout of an engine on `mesh`, without a way for the weights from training.
 
-    `dtype` is that of training's weights. Raises ValueError if the mesh does not fit the model.
+    `dtype` is training's, for its weights. Raises ValueError if the mesh does not fit the model.
     """
     rollout = cfg.rollout
     replicas = rollout.layout == "replicas" and mesh.shape["replica"] > 1

@@ -74,7 +74,7 @@ class Rollout:
     logp: np.ndarray  # float32 [response_len], of softmax(logits / temperature), without filters
     loss_mask: np.ndarray  # bool [response_len], False at tokens that the model did not sample
     # int32 [response_len], the policy version (training steps before it) that sampled each token;
-    # tokens that the model did not sample have that of the token before them
+    # tokens that the model did not sample have the version of the token before them
     versions: np.ndarray
     finish: str  # "stop" | "length"; for episodes also "turns" | "error"
     text: str = ""

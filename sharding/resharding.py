@@ -5,7 +5,7 @@ axes of prime size. An axis of either mesh is a product of these factors, so one
 can reshard a tree, and a leaf whose sharding does not change is passed through. An axis keeps as
 many of its old factors as its size allows, so that a device already has most of what it needs.
 
-The program works in groups of layers, one after the other: its temporaries are those of a group.
+The program works in groups of layers, one after the other: its temporaries are one group's.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Factors = Mapping[str, tuple[str, ...]]  # mesh axis -> its axes of the factored
 
 @dataclasses.dataclass(frozen=True)
 class Resharding:
-    """Moves arrays from one mesh to `mesh`, over the same devices or those of this process."""
+    """Moves arrays from one mesh to `mesh`, over the same devices or this process's."""
 
     mesh: Mesh  # destination
     factored_mesh: Mesh

@@ -54,7 +54,7 @@ class Transfer:
 def make_transfer(mesh: Mesh, devices: Sequence[Any], *, expert: int, tensor: int) -> Transfer:
     """Transfer from `mesh` to replicas of `expert` x `tensor` devices each over `devices`.
 
-    `devices` are those of this process; in each process the devices of `mesh` there hold the whole
+    `devices` are this process's; in each process the devices of `mesh` there hold the whole
     tree before the copy. Raises ValueError if they are not a block of the mesh.
     """
     n_source = math.prod(process_mesh_sizes(mesh).values())

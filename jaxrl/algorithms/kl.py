@@ -8,7 +8,7 @@ Gradients, if the estimator is differentiated as a loss (kl_in = "loss"), are an
 | name | gradient with respect to logp | in expectation on policy |
 |---|---|---|
 | k1 | 1 | zero: it regularises nothing |
-| abs | sign(d) | that of the total variation, not of the KL |
+| abs | sign(d) | the total variation's, not the KL's |
 | k2 | d | the gradient of KL(policy, reference) |
 | k3 | 1 - exp(-d) | the gradient of the forward KL(reference, policy) |
 | k3_unbiased | r (k3 + 1 - exp(-d)) | the gradient of KL(policy, reference), also off policy |
@@ -70,7 +70,7 @@ def k3_unbiased(
     """r k3 with the importance ratio r = exp(log_ratio), which is differentiated too.
 
     DeepSeek-V3.2, section 3.1 (https://arxiv.org/abs/2512.02556): value and gradient are unbiased
-    for tokens sampled from the old policy. On policy the gradient is that of k2.
+    for tokens sampled from the old policy. On policy the gradient is k2's.
     """
     return jnp.exp(log_ratio) * k3(logp, ref_logp)
 

@@ -319,7 +319,7 @@ def manager_options(
 
 
 def steps_with_damaged_metrics(directory: epath.Path) -> Iterator[int]:
-    """Steps whose metrics are not a JSON object; orbax reads those of all steps when it starts."""
+    """Steps whose metrics are not a JSON object; orbax reads all of them when it starts."""
     with contextlib.suppress(OSError):
         for step in complete_steps(directory):
             path = directory / str(step) / METRICS

@@ -92,7 +92,7 @@ def concrete_sharding(leaf: Any) -> jax.sharding.Sharding:
 
 
 class Reader:
-    """Maps the leaves of a checkpoint to those of the state that a program wants.
+    """Maps the leaves of a checkpoint to the leaves of the state that a program wants.
 
     `request` is the tree to read from the checkpoint, `assemble` turns it into the wanted state.
     Raises StructureError with the first leaves that do not match.

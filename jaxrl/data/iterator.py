@@ -17,7 +17,7 @@ class Batches[T](Protocol):
 
     @property
     def items(self) -> Sequence[T]:
-        """All items in the order of the dataset; those of the first rows if they are streamed."""
+        """All items in the order of the dataset; of streamed ones the first rows' items."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class Batches[T](Protocol):
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raises ValueError if `state` is that of other data or another order."""
+    """Raises ValueError if `state` is from other data or another order."""
     for name, value in identity.items():
         if state.get(name) != value:
             raise ValueError(
@@ -77,7 +77,7 @@ class EndlessItems[T]:
         return {cast(Prompt, item).id for item in self.items}
 
     def mark_solved(self, ids: Iterable[int]) -> None:
-        """Skips those of the prompts that are items of this dataset."""
+        """Skips the prompts that are items of this dataset."""
         self._solved.update(self._ids.intersection(ids))
 
     def take(self, n: int) -> list[T]:

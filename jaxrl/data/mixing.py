@@ -64,7 +64,7 @@ class MixedIterator[T]:
 
     @property
     def items(self) -> Sequence[T]:
-        """All items in the order of the sources; of a streamed source those of its first row."""
+        """All items in the order of the sources; of a streamed source its first row's items."""
         return [item for source in self._sources for item in source.items]
 
     @property

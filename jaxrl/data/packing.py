@@ -6,9 +6,9 @@ rounded up to `align`. Sequences with common tokens may form a chain that has th
 (data/rows.py). Chains of several lengths and no chains at all are tried, and the cheapest plan is
 taken.
 
-The cost of a sequence of n tokens, of which m are those of another one, is (n - m) * linear_cost +
+The cost of a sequence of n tokens, m of them shared with another one, is (n - m) * linear_cost +
 n * n - m * m: matrix products and causal attention. Per layer and token they take 24 D² and 2 n D
-operations, so linear_cost = 12 D. The default is that of D = 2048, the value in verl's
+operations, so linear_cost = 12 D. The default is for D = 2048, the value in verl's
 `calculate_workload`.
 
 Packing is deterministic: equal inputs give equal packings.

@@ -213,7 +213,7 @@ def source_of(row: dict[str, Any]) -> str:
 
 
 def _extra(row: dict[str, Any], used: tuple[str, str]) -> dict[str, Any]:
-    """The columns without a meaning for the prompt, then those of extra_info, which win."""
+    """The columns without a meaning for the prompt, then the columns of extra_info, which win."""
     extra, known = row.get("extra_info"), {*used, *_NOT_EXTRA}
     if isinstance(row.get("reward_model"), dict):
         known.add("reward_model")  # verl's ground truth and its style

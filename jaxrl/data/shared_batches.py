@@ -8,7 +8,7 @@ from jaxrl.data.iterator import Batches
 
 
 class SharedBatches[T]:
-    """Implements `Batches` with those of another iterator, one thread at a time."""
+    """Implements `Batches` with the batches of another iterator, one thread at a time."""
 
     def __init__(self, batches: Batches[T]):
         self.steps_per_epoch = batches.steps_per_epoch

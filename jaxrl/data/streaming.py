@@ -20,8 +20,8 @@ from jaxrl.data.sources.row_blocks import LazyRow, RowBlock, fingerprints, index
 class ItemStream[T]:
     """The endless items of sources that stay on disk; every epoch has another order with `shuffle`.
 
-    `items` has those of the first row of each source only. Raises ValueError if the first row of a
-    source is invalid, and during iteration for later ones.
+    `items` has the items of the first row of each source only. Raises ValueError if the first row
+    of a source is invalid, and during iteration for later ones.
     """
 
     n_solved = 0

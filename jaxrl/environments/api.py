@@ -62,7 +62,7 @@ class Environment(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A tool with a schema that is not that of its function."""
+    """A tool with another schema than its function's."""
 
     schema: dict[str, Any]  # {"type": "function", "function": {...}}, as in OpenAI's API
     run: Callable[..., Any]  # called with the arguments by name

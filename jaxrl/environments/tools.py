@@ -65,7 +65,7 @@ def environment_tools(environment: Environment) -> dict[str, Tool]:
 
 
 def offered_schemas(tools: dict[str, Tool], row: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools that the template renders: those of the dataset's row, or else all.
+    """The tools that the template renders: the ones in the dataset's row, or else all.
 
     Raises ValueError if the environment lacks a tool of the row.
     """

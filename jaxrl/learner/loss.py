@@ -43,7 +43,7 @@ def score_tokens(
     """(logp, entropy) of the targets in the loss under the policy at the sampling temperature.
 
     Both are 0 at other tokens, for example of prompts: they skip the product with the vocabulary.
-    The logprob is that of the policy restricted to the supports of the batch, if it has them.
+    The logprob is under the policy restricted to the supports of the batch, if it has them.
     """
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
     scores = _scorer(params, hidden, batch, cfg=cfg, rules=rules)()
@@ -54,7 +54,7 @@ def score_tokens(
 def count_tokens(
     params: Decoder, so_far: Balance, batch: Batch, *, cfg: RunConfig, rules: Rules
 ) -> Balance:
-    """Adds the expert load of a micro-batch to that of its mini-batch, without logits or gradient.
+    """Adds the expert load of a micro-batch to its mini-batch's, without logits or gradient.
 
     Raises ValueError for a model without experts.
     """

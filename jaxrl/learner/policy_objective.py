@@ -115,7 +115,7 @@ def token_loss_sums(
     """L = policy loss + kl_coef KL(policy | reference) - entropy_coef entropy, and its metrics.
 
     L is summed over tokens by `algorithm.aggregation`; the caller divides it by the weight of the
-    whole mini-batch. Without `coefs` the two coefficients are those of the config. Tokens of a row
+    whole mini-batch. Without `coefs` the two coefficients are the config's. Tokens of a row
     must be in sequence order. With `log_mass` = log Σ π over the support of the sampling
     distribution, ratios and corrections are of the policy restricted to it: log π - log_mass. The
     KL and the entropy are of π itself.

@@ -59,7 +59,7 @@ class TrainingProgram:
     lower: Callable[[Batch], Mapping[str, Lower]]
     run: Callable[[Batch], object]  # all of them, on padding on the host
     # Programs that a plan has, and the run's state that needs no extra memory while one runs,
-    # because it is among the arguments. Names are those of `RunPrograms`.
+    # because it is among the arguments. Names are as in `RunPrograms`.
     reads: Mapping[str, tuple[str, ...]]
     state: Mapping[str, Tree] = dataclasses.field(default_factory=dict)  # that the role adds
     offloads: tuple[str, ...] = ()  # roles of learner.offload that are on the devices meanwhile

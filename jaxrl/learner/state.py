@@ -114,10 +114,10 @@ def _step(
 ) -> TrainState:
     """`apply_gradients` of all parameters or some, with the new state on the device.
 
-    `transform` is that of `optimizer` for these parameters.
+    `transform` is `optimizer`'s for these parameters.
     """
     state, grads = to_device((state, grads))
-    # With ZeRO every replica updates its shards, and gathers those of the others at the end.
+    # With ZeRO every replica updates its shards, and gathers the others' shards at the end.
     shared, grads = optimizer.zero.shard((state.params, grads))
     grads = jax.tree.map(lambda g: g * factor, grads)
     old = _float32(shared, state.opt_state.master)

@@ -172,7 +172,7 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
 def micro_batches_per_call(cfg: RunConfig, layout: Layout, token_budget: int = 0) -> int:
     """Number of micro-batches of training that a role scores in one call.
 
-    `token_budget` is that of the role; 0 = that of training. Training's mesh is the current one.
+    `token_budget` is the role's; 0 = training's. Training's mesh is the current one.
     Raises ValueError unless the number of data-parallel ranks of one is a multiple of that of the
     other.
     """

@@ -45,7 +45,7 @@ class Settings:
             self.values[name] = content
 
     def below(self, other: "Settings") -> "Settings":
-        """These settings, overridden by those of `other`."""
+        """These settings, overridden by `other`."""
         names = {*other.values, *other.unresolved, *other.deleted}
         return Settings(
             {k: v for k, v in self.values.items() if k not in names} | other.values,

@@ -67,7 +67,7 @@ def kind_of(words: Sequence[str]) -> str:
 def command(
     words: Sequence[str], folder: pathlib.Path, environment: Mapping[str, str]
 ) -> tuple[Settings, str]:
-    """The settings of a command line, with those of the YAML file that it names."""
+    """The settings of a command line and of the YAML file that it names."""
     kind = kind_of(words)
     at = next(i for i in range(len(words)) if kind_of(words[: i + 1] if i else words[:1]))
     given = flags([word for word in words[at + 1 :]])

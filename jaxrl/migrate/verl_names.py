@@ -6,7 +6,7 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}." for role in ("actor", "rollo
 MODEL, CORRECTION = "actor_rollout_ref.model.", "algorithm.rollout_correction."
 MULTI_TURN, DISTILLATION = ROLLOUT + "multi_turn.", "distillation."
 
-# verl's defaults, where they differ from those of jaxrl or decide what other keys mean.
+# verl's defaults, where they differ from jaxrl's or decide what other keys mean.
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,
     "data.max_prompt_length": 512,

@@ -12,7 +12,7 @@ SHAPES = shipped_file("configs/shapes")
 def model_shape(
     path: str, config_file: str = "", *, option: str = "--model-config"
 ) -> DecoderConfig:
-    """The decoder config of the model at `path`; configs/shapes has those of well-known models.
+    """The decoder config of the model at `path`; configs/shapes has configs of well-known models.
 
     `config_file` is a config.json or its folder, for a model that is not on this machine.
     Raises ValueError if the config.json is malformed or missing, then with `option` as the remedy.

@@ -67,7 +67,7 @@ class Plan:
     note: str  # `machine_note`
     n_replicas: int  # of the engine
     rollout_weight_bytes: int  # of the weights that it reads
-    n_rollout_devices: int = 0  # separate from those of `mesh`; 0: the same
+    n_rollout_devices: int = 0  # not in `mesh`; 0: the same
     n_workers: int = 0  # that these devices belong to
     pipeline: PipelinePlan | None = None  # None without stages
 
@@ -223,7 +223,7 @@ def assemble_plan(
 
 
 def step_seconds(run: RunPrograms, phases: Mapping[str, float]) -> float:
-    """Time of a step from those of its phases: the slower side if rollout and training overlap."""
+    """Time of a step from its phases' times: the slower side if rollout and training overlap."""
     rollout = phases.get("rollout", 0.0)
     training = sum(phases.values()) - rollout
     return max(rollout, training) if run.cfg.schedule.lag else rollout + training

@@ -104,7 +104,7 @@ class RunPrograms:
     page_bytes: int = 0
     n_replicas: int = 0  # of all engines
     n_pages: int = 0  # of the pool that the engine's programs are lowered for
-    n_rollout_devices: int = 0  # separate from those of training; 0: the same
+    n_rollout_devices: int = 0  # separate from training's; 0: the same
     n_workers: int = 0  # that these devices belong to
 
 
@@ -118,8 +118,8 @@ def run_programs(
 ) -> RunPrograms:
     """The programs of a run at their largest declared shapes, on the current mesh.
 
-    Those of the rollout are on `rollout_devices` if there are some, which are those of one process
-    or rollout worker; those of a run with workers may be left out. `role_decoders` has the shapes
+    The rollout's programs are on `rollout_devices` if there are some: the devices of one process or
+    rollout worker, which a run with workers may leave out. `role_decoders` has the shapes
     of "critic" (a separate backbone), "teacher" and "reward_model"; the default is the policy's.
     With `workload` the run is offline training instead of RL.
 

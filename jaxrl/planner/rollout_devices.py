@@ -1,4 +1,4 @@
-"""Devices that only generate: those of `schedule.rollout_devices`, or of a rollout worker."""
+"""Devices that only generate: `schedule.rollout_devices`, or the devices of a rollout worker."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -52,7 +52,7 @@ class Candidate:
     zero: int
     mlp_chunk: int
     pipeline_schedule: str
-    rollout_tensor: int  # 0 = that of the config
+    rollout_tensor: int  # 0 = the config's
     release_kv: bool
     bytes: float  # peak per device, without KV pages
     step_s: float

@@ -151,7 +151,7 @@ class CandidateSettings:
     zero: int = 0  # config.learner.zero
     mlp_chunk: int = 0  # config.learner.mlp_chunk
     pipeline_schedule: str = "gpipe"  # config.learner.pipeline_schedule
-    rollout_tensor: int = 0  # config.rollout.tensor; 0 = that of the config
+    rollout_tensor: int = 0  # config.rollout.tensor; 0 = the config's
     release_kv: bool = False  # config.rollout.release_kv
 
 
@@ -349,7 +349,7 @@ def trained_fraction(decoder: DecoderConfig) -> float:
 
 @functools.cache
 def stored_bytes_per_param(decoder: DecoderConfig, dtype: jnp.dtype) -> float:
-    """Mean bytes of a weight: those of the dtype, or less if the frozen ones are quantized."""
+    """Mean bytes of a weight: the dtype's size, or less if the frozen ones are quantized."""
     base = dataclasses.replace(decoder, stacked=True, lora=None)
     leaves = jax.tree.leaves(decoder_specs(base), is_leaf=is_spec)
     stored = sum(math.prod(s.shape) * jnp.dtype(s.dtype or dtype).itemsize for s in leaves)

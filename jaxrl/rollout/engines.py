@@ -43,7 +43,7 @@ SUMMED = (
 
 @dataclasses.dataclass(frozen=True)
 class Engines:
-    """The engine of this process, and its communication with those of other processes."""
+    """The engine of this process, and its communication with the engines of other processes."""
 
     layout: Layout | RemoteWeights
     engine: PagedEngine | WorkerPool
@@ -111,7 +111,7 @@ class Engines:
     def runner(
         self, environments: EnvironmentPool | Agents | None, sampling: SamplingConfig
     ) -> EpisodeRunner:
-        """Plays episodes in `environments`, which may be others than those of `sample`.
+        """Plays episodes in `environments`, which may differ from `sample`'s.
 
         With None, an episode is a response of a single turn.
         """

@@ -23,7 +23,7 @@ FIELDS = {  # the lists with one element per token, and their dtypes in a rollou
 
 @dataclasses.dataclass(eq=False)
 class Response:
-    """A response that is being generated. The fields are those of `Rollout`."""
+    """A response that is being generated. It has the fields of `Rollout`."""
 
     prompt: Prompt
     sample: int

@@ -143,7 +143,7 @@ class ServerState:
     async def with_grammar(
         self, http_request: Request, request: GenerationRequest
     ) -> GenerationRequest:
-        """The request with its grammar built, which may have to wait for those of others.
+        """The request with its grammar built, which may have to wait for the grammars of others.
 
         Raises RequestError as GrammarCompiler.build does, and if the client disconnects.
         """

@@ -50,7 +50,7 @@ class Checkpoints:
     def place(self, weights: Tree, old: Tree = None) -> Decoder:
         """Copies weights from `read` to the devices, in the engine's layout, in place of `old`.
 
-        Adapters replace those of `old`, whose base model is kept. Everything that is replaced is
+        Adapters replace the ones of `old`, whose base model is kept. Everything that is replaced is
         freed first.
         """
         if self.only_adapters:

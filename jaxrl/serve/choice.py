@@ -90,7 +90,7 @@ class Detokenizer:
 
     A character may span several tokens, so text that ends inside one is held back until the next
     token. Some tokenizers decode a token differently at the start of a text, so new tokens are
-    decoded together with those of the previous piece. At most MAX_PENDING tokens are pending, so
+    decoded together with the previous piece's tokens. At most MAX_PENDING tokens are pending, so
     that every call takes the same time, also for bytes that never make a character.
     """
 
@@ -113,7 +113,7 @@ class Detokenizer:
         return self._decode(self._tokens)[len(self._previous) :]
 
     def _take(self, text: str, n_tokens: int) -> str:
-        """The new piece of `text`, that of all tokens up to the first `n_tokens` pending ones."""
+        """The new piece of `text`: what the tokens up to the first `n_tokens` pending ones add."""
         piece, end = text[len(self._previous) :], self._n_previous + n_tokens
         taken, pending = self._tokens[self._n_previous : end], self._tokens[end:]
         self._n_previous, self._previous = n_tokens, self._decode(taken)

@@ -172,7 +172,7 @@ class ResponseFormatter:
         return {"token": found.text, "logprob": logp, "bytes": list(found.bytes)}
 
     def _named(self, token: int, logp: float | None, top: TopLogprobs) -> dict[str, float | None]:
-        """Logprobs by name: the token's own, then those of the most likely ones.
+        """Logprobs by name: the token's own, then the most likely tokens'.
 
         A token that has the name of another one is `token_id:ID`, as in vLLM.
         """

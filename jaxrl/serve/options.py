@@ -163,7 +163,7 @@ def arguments() -> argparse.ArgumentParser:
         "--tool-format",
         default="auto",
         choices=("auto", *FORMATS),
-        help="format of the model's tool calls (default: that of the chat template)",
+        help="format of the model's tool calls (default: the chat template's)",
     )
     for name, (default, _, text) in LIMITS.items():
         add(f"--{name}", type=type(default), default=default, help=f"{text} (default: %(default)s)")

@@ -81,7 +81,7 @@ class WorkerProcess:
         """Whether the process has ended. A process that it started may still hold its socket."""
         if self.process.returncode is not None:
             return True
-        # WNOWAIT: the process id, which is also that of its group, is not reused before kill()
+        # WNOWAIT: the process id, which is also its group's, is not reused before kill()
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.process.pid, flags) is not None
 

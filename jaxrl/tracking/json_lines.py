@@ -46,7 +46,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 def drop_later_steps(path: Path, step: int) -> None:
     """Removes the records after `step`, which a resumed run repeats, and a truncated last line.
 
-    All other bytes stay as they are, also those of damaged lines.
+    All other bytes stay as they are, also in damaged lines.
     """
 
     def is_kept(line: bytes) -> bool:

@@ -90,7 +90,7 @@ def gspo_token(
 ) -> Float[Array, "B T"]:
     """`gspo` with s_t = sg(s) exp(logp_t - sg(logp_t)).
 
-    The value is that of `gspo`, but the gradient of a token is scaled by the token's own advantage.
+    The value is `gspo`'s, but the gradient of a token is scaled by the token's own advantage.
     GSPO-token (https://arxiv.org/abs/2507.18071, section 4.3).
     """
     of_response = stop_gradient(segment_mean(log_ratio, mask, segments))

@@ -2,7 +2,7 @@
 
 d = trainer's logprob - behavior_logp, as in importance.py. k1, k2, k3 estimate KL(engine, trainer)
 on tokens that the engine sampled: k1 = -d, k2 = d² / 2, k3 = exp(d) - 1 - d. A mask is 1 or 0, has
-no gradient, and multiplies the policy loss. The names are those of verl's `rollout_rs`. The bounds
+no gradient, and multiplies the policy loss. The names are from verl's `rollout_rs`. The bounds
 of k1 are bounds of a ratio: rejection_low <= exp(d) <= rejection_high for a token, and the same for
 the product (sum of d) or the geometric mean (mean of d) of a response. k2 and k3 are at most
 rejection_max. https://richardli.xyz/rl-collapse compares them.

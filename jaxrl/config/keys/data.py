@@ -203,7 +203,7 @@ class EnvConfig:
     )
     tool_format: str = key(
         "auto",
-        "Format of tool calls in environments with tools; 'auto' = that of the chat template",
+        "Format of tool calls in environments with tools; 'auto' = the chat template's format",
         choices=TOOL_FORMATS,
     )
     max_calls_per_turn: int = key(

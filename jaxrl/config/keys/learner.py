@@ -196,7 +196,7 @@ class LearnerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """The critic of algorithm.advantage = gae; all other settings are those of the learner."""
+    """The critic of algorithm.advantage = gae; all other settings are the learner's."""
 
     path: str = key(
         "",

@@ -27,7 +27,7 @@ class SamplingConfig:
     )
     stop_token_ids: tuple[int, ...] = key(
         (),
-        "Token ids that end a response, in addition to those of the tokenizer and the checkpoint",
+        "Token ids that end a response, in addition to the tokenizer's and the checkpoint's",
         ge=0,
     )
 
@@ -66,7 +66,7 @@ class RolloutConfig:
     )
     dtype: str = key(
         "auto",
-        "Dtype of the engine's weights; auto = that of the model, any other makes a copy. int8 = "
+        "Dtype of the engine's weights; auto = the model's dtype, any other makes a copy. int8 = "
         "layer matrices in int8 with one scale per output, everything else as in the model",
         choices=ROLLOUT_DTYPES,
     )
@@ -108,7 +108,7 @@ class RolloutConfig:
     )
     kv_dtype: str = key(
         "auto",
-        "Dtype of the KV pages; auto = that of the engine's activations. int8 and fp8 (e4m3) store "
+        "Dtype of the KV pages; auto = as the engine's activations. int8 and fp8 (e4m3) store "
         "one scale per token and head",
         choices=KV_DTYPES,
     )

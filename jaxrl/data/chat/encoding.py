@@ -78,7 +78,7 @@ class ChatRenderer:
         return ""
 
     def check_text(self, messages: Sequence[Message], advice: str = "") -> None:
-        """Raises ValueError if the text of a message contains that of a special token.
+        """Raises ValueError if the text of a message contains a special token's text.
 
         So does text that ends with the generation prompt, which is rendered already. With
         data.special_tokens="text" it is tokenized as text, which the arguments of tool calls cannot
@@ -192,7 +192,7 @@ class ChatRenderer:
         raise errors[0]
 
     def turn_end(self) -> str:
-        """The text that the template writes after that of an assistant turn."""
+        """The text that the template writes after an assistant turn."""
         turns = [{"role": "user", "content": "?"}, _placeholder_turn(())]
         text = self.text(turns, generation_prompt=False, system_prompt=False)
         return text.rpartition(_PLACEHOLDER)[2]

@@ -57,7 +57,7 @@ class SpecialTokens:
         return message if changed == texts else message | changed
 
     def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
-        """(tokens, first character of each) of rendered texts, without those of separators.
+        """(tokens, first character of each) of rendered texts, without separators.
 
         The characters are only found with `offsets`. Raises ValueError if the text of a special
         token cannot be written with other tokens.
@@ -99,7 +99,7 @@ def _separated(token: re.Match[str]) -> str:
 
 
 def _strings(message: Message) -> list[str]:
-    """All text of a message that a template may write, with that of its tool calls."""
+    """All text of a message and of its tool calls that a template may write."""
     found, values = [], list(message.values())
     while values:
         value = values.pop()

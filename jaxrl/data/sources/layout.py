@@ -143,7 +143,7 @@ def _by_split(rows: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _joined(splits: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The splits; all files as "train" if no name is that of a split."""
+    """The splits; all files as "train" if no name is a split's."""
     if not set(_SPLITS).isdisjoint(splits):
         return splits
     return {"train": sorted(name for files in splits.values() for name in files)}

@@ -84,7 +84,7 @@ class Calculator:
 class CalculatorTool:
     """The same tool, offered through the chat template as the function `calculate`.
 
-    Options, rewards and the answer are those of `Calculator`.
+    Options, rewards and the answer are as in `Calculator`.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ class Functions(Answers):
     """Offers functions to the model; a turn without a call is the answer and ends the episode.
 
     `names` are import paths, "package.module:function" or "path/to/file.py:function", joined by
-    commas. `reward` and `system` are those of `Answers`.
+    commas. `reward` and `system` are as in `Answers`.
     """
 
     def __init__(self, names: str, *, reward: str = "", system: str = ""):

@@ -29,7 +29,7 @@ class McpTools(Answers):
 
     `command` starts a server on stdio, one per episode; `url` is the endpoint of a running one.
     `only` selects tools by name, joined by commas. `pass_env` names environment variables that the
-    command needs beyond PATH, HOME and the like. `reward` and `system` are those of `Answers`.
+    command needs beyond PATH, HOME and the like. `reward` and `system` are as in `Answers`.
     Raises ImportError without the package mcp, ValueError or ConnectionError if the server cannot
     be used.
     """

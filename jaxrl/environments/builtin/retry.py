@@ -9,7 +9,7 @@ from jaxrl.environments.judge import Judge
 class Retry:
     """Repeats the question until an answer scores `enough` or `tries` answers were given.
 
-    The reward is that of the last answer, minus `per_try` for each earlier answer if the last one
+    The reward is the last answer's, minus `per_try` for each earlier answer if the last one
     is good enough. `again` is the message after a wrong answer. `reward` is a function as in
     reward.functions.
     """

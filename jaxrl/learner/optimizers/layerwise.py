@@ -123,7 +123,7 @@ def _step_in_blocks(
 ) -> Tree:
     """A loop over equal blocks of the first axis, which updates the arrays in place.
 
-    `transform(i)` is that of block i.
+    `transform(i)` transforms block i.
     """
 
     def block(tree: Tree, i: jax.Array) -> Tree:

@@ -37,7 +37,7 @@ CALL_OPCODES = ("call", "async-start", "call-start", "custom-call-update")
 class Cost:
     """Cost per device and call.
 
-    `flops` are those of matrix products and convolutions, including kernels, by operand dtype.
+    `flops` count matrix products and convolutions, including kernels, by operand dtype.
     """
 
     flops: dict[str, float] = dataclasses.field(

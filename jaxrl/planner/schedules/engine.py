@@ -135,7 +135,7 @@ class SimulatedEngine:
         return max(seqs[exit_at] for seqs in left if len(seqs) > exit_at)
 
     def _decode(self, running: Sequence[Sequence[RunningSequence]], n_steps: int) -> None:
-        """Spends the time of a dispatch, which is that of its slowest replica."""
+        """Spends the time of a dispatch: its slowest replica's time."""
         times, own_steps = [0.0], 0
         for seqs in (seqs for seqs in running if seqs):
             n_new = [self.unit * min(seq.remaining, n_steps) for seq in seqs]

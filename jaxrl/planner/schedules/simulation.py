@@ -1,9 +1,9 @@
 """A run without devices: the groups in flight, an engine with a clock, and a trainer's times.
 
-Groups, batches, staleness and the responses that continue under new weights are those of
-jaxrl/rollout/schedule, and dispatches those of jaxrl/engine; only times come from a plan. The
-schedules are those of AReaL (arXiv:2505.24298, section 5.1) and, with partial rollouts, of Kimi
-k1.5 (arXiv:2501.12599, section 2.6.2).
+jaxrl/rollout/schedule decides on groups, batches, staleness and the responses that continue under
+new weights, and jaxrl/engine on dispatches; only times come from a plan. The schedules are AReaL's
+(arXiv:2505.24298, section 5.1) and, with partial rollouts, Kimi k1.5's (arXiv:2501.12599, section
+2.6.2).
 """
 
 import dataclasses

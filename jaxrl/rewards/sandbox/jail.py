@@ -104,7 +104,7 @@ def _leave_user_namespace() -> bool:
 
 
 def _n_threads() -> int:
-    """Threads on this machine: the kernel counts those of all processes of a user together."""
+    """Threads on this machine: the kernel counts all threads of a user together."""
     with open("/proc/loadavg") as file:
         return int(file.read().split()[3].partition("/")[2])
 

@@ -15,7 +15,7 @@ MODEL = "policy"  # the name in responses; requests may name any model
 MAX_VALUES = 1 << 20  # JSON values of a body
 MAX_TOOLS, MAX_TOOLS_SIZE = 512, 512 << 10  # tools of a request, and characters of all of them
 # Fields that would change the meaning of a response, with the values that have no effect. All other
-# fields are ignored: the sampling settings are those of the run.
+# fields are ignored: the run sets the sampling.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "functions": (None, []),

@@ -78,7 +78,7 @@ class RayActors:
     ray: ModuleType
     settings: WorkerSettings
     reserved: dict[str, int]  # resources of each process
-    environment: dict[str, str]  # variables of the workers, in addition to those of this process
+    environment: dict[str, str]  # variables of the workers, in addition to this process's
 
     def __post_init__(self) -> None:
         environment = forwarded_environment() | self.environment

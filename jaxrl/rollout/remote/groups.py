@@ -64,7 +64,7 @@ class GroupCall:
 
 
 class WorkerGroups:
-    """Implements Actors with workers of `n_hosts` processes each, which are those of `actors`."""
+    """Implements Actors with workers of `n_hosts` processes each, the ones of `actors`."""
 
     def __init__(
         self,

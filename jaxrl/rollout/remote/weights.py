@@ -26,7 +26,7 @@ Get = Callable[[list[Any]], list[Any]]  # references -> objects
 
 @dataclasses.dataclass(frozen=True)
 class ArrayChange:
-    """The elements of an array that differ from those of the version before."""
+    """The elements of an array that differ from the version before."""
 
     counts: np.ndarray  # uint32 [n_blocks], how many per block of BLOCK elements
     places: np.ndarray  # uint16 [n], in their blocks, ascending
@@ -196,7 +196,7 @@ def put_array(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 class LoadedWeights:
-    """The weights of a worker, on its devices; those of this process if it spans hosts."""
+    """The weights of a worker, on its devices; on this process's devices if it spans hosts."""
 
     def __init__(self, abstract: Tree, *, keep_bits: bool):
         """`abstract` has shapes, dtypes and shardings; `keep_bits` allows updates by changes."""

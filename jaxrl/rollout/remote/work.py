@@ -74,7 +74,7 @@ def model_digest(weights: Tree) -> str:
 
 
 def refusal(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    """How a worker's versions differ from those of the trainer; "" if they do not."""
+    """How a worker's versions differ from the trainer's; "" if they do not."""
     return "; ".join(
         f"{name} is {found.get(name)} on the worker and {value} in the trainer"
         for name, value in expected.items()

@@ -53,7 +53,7 @@ class Fields(ModelFields):
     stream_options: StreamOptions = dataclasses.field(default_factory=StreamOptions)
     top_k: int = key(0, "sample from the k most likely tokens; 0 or -1 = off", ge=-1, le=MAX_INT)
     min_p: float = key(
-        0.0, "minimum probability of a token, relative to that of the most likely one", ge=0, le=1
+        0.0, "minimum probability of a token, relative to the most likely one", ge=0, le=1
     )
     frequency_penalty: float = key(
         0.0, "subtracted from a logit per occurrence of its token in the response", ge=-2, le=2
@@ -94,7 +94,7 @@ class CompletionFields(Fields):
     untyped = ("logit_bias", "prompt", "response_format", "stop")
     logprobs: int = key(
         0,
-        "return the logprob of every token, and those of this many most likely tokens",
+        "return the logprob of every token and of this many most likely tokens",
         ge=0,
         le=N_TOP,
     )

@@ -250,7 +250,7 @@ def render_messages(
 def messages_in_context(body: Mapping[str, Any], limits: ServerLimits) -> list[Message]:
     """The messages of a body. Raises RequestError (400) if they are invalid or too long.
 
-    The size of tools counts as that of messages.
+    The size of tools counts like the size of messages.
     """
     messages = body.get("messages")
     if isinstance(messages, list) and len(messages) > limits.max_model_len:

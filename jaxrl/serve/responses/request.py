@@ -164,7 +164,7 @@ def _response_format(text: Any) -> Any:
 
 
 def _tools(tools: Any) -> Any:
-    """Tools, whose function is not nested, as those of the chat endpoint, which checks the rest."""
+    """Tools, whose function is not nested, in the chat endpoint's form, which checks the rest."""
     if not isinstance(tools, list):
         return tools
     return [

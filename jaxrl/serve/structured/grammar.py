@@ -215,7 +215,7 @@ class JsonMatcher:
         self._spend(time.thread_time() - start - MATCHER_TOKEN_S * len(tokens))
 
     def _spend(self, seconds: float) -> None:
-        """Counts CPU time beyond that of the tokens."""
+        """Counts CPU time beyond what the tokens have."""
         self._left_s = min(self._left_s - seconds, MATCHER_START_S)
         if self._left_s < 0:
             raise GrammarError(

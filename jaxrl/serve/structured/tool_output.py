@@ -49,7 +49,7 @@ class ToolOutput:
         return ToolDelta(content, tuple(numbered), n_malformed)
 
     def finish_reason(self, reason: str) -> str:
-        """The finish reason in OpenAI's API; `reason` is that of the engine."""
+        """The finish reason in OpenAI's API; `reason` is the engine's."""
         called = self.n_calls and reason == "stop" and self._use.mode != "named"
         return "tool_calls" if called else reason
 

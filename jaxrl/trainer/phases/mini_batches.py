@@ -57,7 +57,7 @@ def to_sample(
 def to_samples(
     rollout: Rollout, *, group: int = 0, turn_rewards: np.ndarray | None = None
 ) -> list[TrainingSample]:
-    """One training sample per sequence of a rollout; `turn_rewards` are those of the first."""
+    """One training sample per sequence of a rollout; `turn_rewards` belong to the first."""
     n_loss_tokens = sum(r.n_loss_tokens for r in rollout.sequences)
     first = to_sample(rollout, group=group, turn_rewards=turn_rewards)
     samples = [first, *(to_sample(branch, group=group) for branch in rollout.branches)]
@@ -166,7 +166,7 @@ def reference_kl(
     """KL_t(policy | reference) of every response token; 0 outside the loss mask.
 
     It is the KL penalty of the reward (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155). The
-    policy's logprobs are those of the engine.
+    policy's logprobs are the engine's.
     """
     packed = pack_samples(samples, cfg, n_ranks)
     batches = [p.batch for p in packed]

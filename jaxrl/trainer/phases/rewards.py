@@ -103,7 +103,7 @@ class RewardScale:
     squares: float = 0.0  # sum of (reward - mean)²
 
     def updated(self, rollouts: Sequence[ScoredRollout]) -> "RewardScale":
-        """The moments including the rewards of a step, without those of failed samples.
+        """The moments including the rewards of a step, except for failed samples.
 
         Combines both sets by Chan, Golub and LeVeque (1979), eq. 2.1:
         M = M_a + M_b + δ² n_a n_b / n.

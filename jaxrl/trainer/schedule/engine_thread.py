@@ -33,9 +33,9 @@ class BatchOrder:
 
     step: int  # that its prompts are drawn for
     version: int  # of the weights
-    params: Tree | None  # the weights, on the engine's devices; None: those of the order before
+    params: Tree | None  # the weights, on the engine's devices; None: as in the order before
     fresh: bool  # compute the KV of unfinished responses again
-    solved: Sequence[int] = ()  # prompts to skip in its draws, besides those of earlier orders
+    solved: Sequence[int] = ()  # prompts to skip in its draws, in addition to earlier orders
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ class GroupGenerator:
     def begin(self, step: int, version: int) -> None:
         """Draws and starts groups for the batch of `step`, and continues the unfinished responses.
 
-        `version` is that of the weights of the next dispatches.
+        `version` is the version of the weights for the next dispatches.
         """
         self._drop_stale(step)
         while self.buffer.n_missing > 0:

@@ -41,7 +41,7 @@ class Policy:
 
     decoder: DecoderConfig  # "auto" values resolved
     dtype: jnp.dtype  # of the weights
-    rollout_devices: Sequence[Any] = ()  # of this process, if they are not those of training
+    rollout_devices: Sequence[Any] = ()  # of this process, if they are not training's
 
 
 def open_policy(host: HostSide) -> Policy:

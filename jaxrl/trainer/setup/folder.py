@@ -70,7 +70,7 @@ def _is_link_to_file(path: Path) -> bool:
 def open_folder(cfg: RunConfig) -> RunConfig:
     """Writes config.json into the run folder. Returns the config with data.today set.
 
-    If the key is not set, the date is that of the run's first start. Other processes check that the
+    If the key is not set, it is the date of the run's first start. Other processes check that the
     file exists, and read the date from it.
 
     Raises ValueError if the folder has checkpoints of a run whose results this config would change.
