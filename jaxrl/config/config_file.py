@@ -83,9 +83,8 @@ def _wrong_lines(file: pathlib.Path) -> dict[int, str]:
     for node in sorted(assignments, key=lambda node: node.lineno):
         for target in node.targets:
             name = _key(target, names)
-            if name and not _is_section(name, known):
-                if error := _error(name, known, node.value):
-                    wrong[node.lineno] = error
+            if name and (error := _error(name, known, node.value)):
+                wrong[node.lineno] = error
             section = _key(node.value, names)
             if isinstance(target, ast.Name) and section and _is_section(section, known):
                 names[target.id] = section
@@ -106,10 +105,10 @@ def _is_section(name: str, known: Mapping[str, Any]) -> bool:
 
 def _error(name: str, known: Mapping[str, Any], value: ast.expr) -> str | None:
     spec = find_key(name, known)
+    if _is_section(name, known) or (spec is not None and spec.is_mapping):
+        return None
     if spec is None:
         return unknown_key(name, known)
-    if spec.is_mapping:
-        return None
     try:
         literal = ast.literal_eval(value)
     except ValueError:  # computed
