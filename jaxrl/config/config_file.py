@@ -56,7 +56,7 @@ def _find(name: str) -> pathlib.Path:
     for candidate in (path, shipped):
         if candidate.is_file():
             return candidate
-    folder = shipped_file(str(path.parent))
+    folder = shipped_file(str(path.parent) if path.parent.name else "configs")
     known = sorted(file.name for file in folder.glob("*.py"))
     hint = f"; {folder.name}/ has {', '.join(known)}" if known else ""
     raise FileNotFoundError(f"there is no config file {name}{hint}")

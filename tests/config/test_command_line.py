@@ -118,6 +118,13 @@ def test_a_wrong_override_stops_with_a_suggestion(config_file, override_, messag
     assert message in stopped(config_file(), override_)
 
 
+def test_two_config_files_and_a_missing_one_stop(config_file, monkeypatch, tmp_path):
+    path = config_file()
+    assert f"--config is given twice, the first time as {path}" in stopped(path, f"--config={path}")
+    monkeypatch.chdir(tmp_path)
+    assert "no config file my_rnu.py; configs/ has" in stopped("my_rnu.py")
+
+
 def test_an_unknown_key_in_a_config_file_gets_a_suggestion(config_file):
     message = stopped(config_file("config.rollout.max_num_seq = 3"))
     assert "mine.py, line 7" in message
