@@ -3,7 +3,8 @@
     uv run python scripts/make_pairs.py --output=data/pairs
     uv run python -m jaxrl.reward_model --config=configs/reward_model_smollm2.py
 
-Minutes and result: not measured yet.
+Minutes and result: 3 of the 40 steps were run, next to other programs: 190 CPU-seconds with the
+start and one validation, so about as long as configs/dpo_smollm2.py. The result is not measured.
 """
 
 from ml_collections import ConfigDict

@@ -4,13 +4,18 @@
 
 The build needs no network and no accelerator. Pages are MyST Markdown. The pages of the Python API
 are written to docs/reference/api/ at the start of a build, one per package; autodoc renders them.
+At the end of a build, every link of its pages to another file or section must exist.
 """
 
 import os
 import pkgutil
 import re
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from sphinx.errors import SphinxError
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -155,7 +160,45 @@ def escaped(line: str) -> str:
     return "".join(parts)
 
 
+class Page(HTMLParser):
+    """The sections and links of a page of the site."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.sections: set[str | None] = {""}
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.sections |= {given.get("id"), given.get("name")}
+        self.links += [link for name in ("href", "src") if (link := given.get(name))]
+
+
+def check_links(app, exception) -> None:
+    """Raises SphinxError with the links inside the site that lead to no file or section."""
+    if exception or app.builder.format != "html":
+        return
+    files = [f for f in Path(app.outdir).resolve().rglob("*.html") if "_static" not in f.parts]
+    pages = {file: Page(file.read_text()) for file in files}
+    broken = [
+        f"{f.name}: {link}" for f in files for link in pages[f].links if not leads(f, link, pages)
+    ]
+    if broken:
+        raise SphinxError("links that lead nowhere:\n  " + "\n  ".join(sorted(set(broken))))
+
+
+def leads(file: Path, link: str, pages: dict[Path, Page]) -> bool:
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return True
+    target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+    sections = pages[target].sections if target in pages else {unquote(parts.fragment)}
+    return target.exists() and unquote(parts.fragment) in sections
+
+
 def setup(app) -> dict:
+    app.connect("build-finished", check_links)
     app.connect("builder-inited", write_api_pages)
     app.connect("autodoc-process-docstring", markdown_to_rst)
     return {"parallel_read_safe": True}

@@ -1,16 +1,19 @@
-"""Writes tests/migrate/verl_examples.json: what verl's examples set, and what is refused.
+"""Writes tests/migrate/verl_examples.json and verl_recipes.json: what scripts of verl set, and what
+is refused.
 
-    python scripts/make_migrate_fixtures.py VERL.git
+    python scripts/make_migrate_fixtures.py VERL.git VERL-RECIPE.git RLINF.git
 
-VERL.git is the git directory of a clone of verl. The file has keys and values only: for each script
-of examples/, the module that it runs and its settings, as indices into a list of all of them. A
-value that only a run would give has the name of its variable, as ${NAME}.
+The arguments are git directories of clones of verl, verl-recipe and RLinf. The files have keys and
+values only: for each script, the module that it runs and its settings, as indices into a list of
+all of them. A value that only a run would give has the name of its variable, as ${NAME}. The first
+file has verl's examples/, the second the recipes and the script of RLinf's comparison with verl.
 """
 
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 from jaxrl.migrate.__main__ import migrate
@@ -20,7 +23,8 @@ from jaxrl.migrate.shell_expansion import shown
 from jaxrl.migrate.verl import is_command, module_of
 
 ENVIRONMENT = {"HOME": "/home/me", "PWD": "/home/me/verl"}
-OUTPUT = Path(__file__).parents[1] / "tests" / "migrate" / "verl_examples.json"
+FOLDER = Path(__file__).parents[1] / "tests" / "migrate"
+COMPARISON = "docs/source-en/rst_source/resources/blog/compare_with_verl.rst"
 
 
 def git(folder: str, *arguments: str) -> str:
@@ -41,21 +45,43 @@ def example(name: str, text: str) -> tuple[str, list[str], list[str]]:
     return module, [shown(word) for word in words], refused
 
 
-def main(folder: str) -> None:
-    names = git(folder, "ls-tree", "-r", "--name-only", "HEAD", "examples").splitlines()
+def scripts(folder: str, *paths: str) -> dict[str, str]:
+    """{name: text} of the launch scripts below the paths."""
+    names = git(folder, "ls-tree", "-r", "--name-only", "HEAD", *paths).splitlines()
+    return {n: git(folder, "show", f"HEAD:{n}") for n in sorted(names) if n.endswith(".sh")}
+
+
+def code_block(text: str, content: str) -> str:
+    """The code block of a reStructuredText page that has `content`."""
+    blocks = re.findall(r"\.\. code-block:: bash\n\n((?: {4}.*\n|\n)+)", text)
+    return textwrap.dedent(next(block for block in blocks if content in block))
+
+
+def write(name: str, texts: dict[str, str], commits: dict[str, str]) -> None:
     known: dict[str, int] = {}
-    scripts = {}
-    for name in sorted(name for name in names if name.endswith(".sh")):
-        module, words, refused = example(name, git(folder, "show", f"HEAD:{name}"))
-        indices = [known.setdefault(word, len(known)) for word in words]
-        scripts[name.removeprefix("examples/")] = [module, indices, refused]
-    lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in scripts.items()]
+    rows = {}
+    for script, text in texts.items():
+        module, words, refused = example(script, text)
+        rows[script] = [module, [known.setdefault(word, len(known)) for word in words], refused]
+    lines = [f"{json.dumps(script)}: {json.dumps(row)}" for script, row in rows.items()]
     settings = json.dumps(list(known), indent=0, ensure_ascii=False)
-    OUTPUT.write_text(
-        f'{{"commit": "{git(folder, "rev-parse", "HEAD").strip()}",\n"settings": {settings},\n'
+    (FOLDER / name).write_text(
+        f'{{"commits": {json.dumps(commits)},\n"settings": {settings},\n'
         f'"scripts": {{\n{",\n".join(lines)}\n}}}}\n'
     )
 
 
+def main(verl: str, recipes: str, rlinf: str) -> None:
+    commits = {
+        name: git(folder, "rev-parse", "HEAD").strip()
+        for name, folder in (("verl", verl), ("verl-recipe", recipes), ("RLinf", rlinf))
+    }
+    examples = {n.removeprefix("examples/"): t for n, t in scripts(verl, "examples").items()}
+    write("verl_examples.json", examples, {"verl": commits.pop("verl")})
+    comparison = code_block(git(rlinf, "show", f"HEAD:{COMPARISON}"), "verl.trainer.main_ppo")
+    texts = scripts(recipes) | {"RLinf/compare_with_verl.rst": comparison}
+    write("verl_recipes.json", texts, commits)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

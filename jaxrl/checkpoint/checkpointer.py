@@ -281,7 +281,7 @@ class Checkpointer:
 
 
 def gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB"
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**24 else f"{n_bytes / 2**20:.2f} MiB"
 
 
 def manager_options(
@@ -355,6 +355,27 @@ def best_step(directory: Path | epath.Path, cfg: CheckpointConfig) -> int | None
             measured[step] = values[cfg.best_metric]
     best = max if cfg.best_mode == "max" else min
     return best(measured, key=measured.__getitem__) if measured else None
+
+
+def find_step(directory: Path, step: str, cfg: CheckpointConfig) -> int:
+    """The step that "last", "best" or a number names. Raises ValueError with those there are."""
+    steps = complete_steps(directory) if directory.is_dir() else []
+    if not steps:
+        raise ValueError(f"{directory} has no complete checkpoint; set checkpoint.every in the run")
+    listed = ", ".join(map(str, steps))
+    if step == "last":
+        return steps[-1]
+    if step == "best":
+        best = best_step(directory, cfg) if cfg.best_metric else None
+        if best is None:
+            raise ValueError(
+                f"--step=best: the run measured no checkpoint (checkpoint.best_metric="
+                f"{cfg.best_metric!r}); set --step to last or one of {listed}"
+            )
+        return best
+    if not step.isdecimal() or int(step) not in steps:
+        raise ValueError(f"--step={step} is not in {directory}; set last, best or one of {listed}")
+    return int(step)
 
 
 def complete_steps(directory: Path | epath.Path) -> list[int]:

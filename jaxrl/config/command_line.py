@@ -151,6 +151,8 @@ def _split(
         if arg in ("--help", "-h", "--config.help"):
             print_help(help_text())
         if match := CONFIG.fullmatch(arg):
+            if path is not None:
+                errors.append(f"--config is given twice, the first time as {path}; give one file")
             path = match[1] if match[1] is not None else (queue.pop(0) if queue else None)
         elif match := OVERRIDE.fullmatch(arg):
             negated, name, text = match.groups()

@@ -5,6 +5,7 @@ import importlib.util
 import pathlib
 import re
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -55,7 +56,7 @@ def _find(name: str) -> pathlib.Path:
     for candidate in (path, shipped):
         if candidate.is_file():
             return candidate
-    folder = shipped_file(str(path.parent))
+    folder = shipped_file(str(path.parent) if path.parent.name else "configs")
     known = sorted(file.name for file in folder.glob("*.py"))
     hint = f"; {folder.name}/ has {', '.join(known)}" if known else ""
     raise FileNotFoundError(f"there is no config file {name}{hint}")
@@ -71,29 +72,51 @@ def _run_file(path: pathlib.Path) -> Any:
 
 
 def _wrong_lines(file: pathlib.Path) -> dict[int, str]:
-    """Line -> error of the assignments `config.learner.lr = 1e-6` to what get_config() returns."""
+    """Line -> error of the assignments `config.learner.lr = 1e-6` to what get_config() returns.
+
+    A name of a section, as in `learner = config.learner`, stands for it until it is assigned again.
+    """
     tree, known, wrong = ast.parse(file.read_text()), keys(RunConfig), {}
-    returned = {
-        ast.unparse(n.value) for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value
-    }
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
+    returned = (n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value)
+    names = {ast.unparse(value): "" for value in returned}  # name in the file -> section
+    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    for node in sorted(assignments, key=lambda node: node.lineno):
         for target in node.targets:
-            root, _, name = ast.unparse(target).partition(".")
-            spec = find_key(name, known)
-            if not name or root not in returned or any(key.startswith(f"{name}.") for key in known):
-                continue
-            if spec is None:
-                wrong[node.lineno] = unknown_key(name, known)
-            elif not spec.is_mapping:
-                try:
-                    value = ast.literal_eval(node.value)
-                except ValueError:  # computed
-                    continue
-                try:
-                    convert(value, spec)
-                except ValueError as error:
-                    wrong[node.lineno] = str(error)
+            name = _key(target, names)
+            if name and (error := _error(name, known, node.value)):
+                wrong[node.lineno] = error
+            section = _key(node.value, names)
+            if isinstance(target, ast.Name) and section and _is_section(section, known):
+                names[target.id] = section
+            elif isinstance(target, ast.Name) and names.get(target.id):
+                del names[target.id]
     return wrong
+
+
+def _key(node: ast.expr, names: dict[str, str]) -> str | None:
+    """The key that an expression such as `config.learner.lr` names; None if it names none."""
+    root, _, name = ast.unparse(node).partition(".")
+    return ".".join(part for part in (names[root], name) if part) if root in names else None
+
+
+def _is_section(name: str, known: Mapping[str, Any]) -> bool:
+    return any(key.startswith(f"{name}.") for key in known)
+
+
+def _error(name: str, known: Mapping[str, Any], value: ast.expr) -> str | None:
+    spec = find_key(name, known)
+    if _is_section(name, known) or (spec is not None and spec.is_mapping):
+        return None
+    if spec is None:
+        return unknown_key(name, known)
+    try:
+        literal = ast.literal_eval(value)
+    except ValueError:  # computed
+        return None
+    try:
+        convert(literal, spec)
+    except ValueError as error:
+        return str(error)
 
 
 def _message(error: Exception) -> str:

@@ -1,6 +1,5 @@
 """The config that is saved with a run, and whether a resumed run may differ from it."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -79,16 +78,14 @@ def read_run_config(folder: Path) -> RunConfig | None:
         ) from error
 
 
-def config_hash(run: RunConfig) -> str:
-    """Hash of every key that can change the numbers of a run, as twelve hex digits.
+def blocking_differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """The differences that forbid a resumed run: keys that can change its numbers.
 
-    The name, folders, logging, checkpoints and meshes are not part of it.
+    The name, folders, logging, checkpoints and meshes are not among them.
     """
-    free = FREE_ON_RESUME + (LENGTH if run.learner.lr_schedule == "constant" else ())
-    inside = tuple(f"{name}." for name in free)
-    values = flatten(to_dict(run))
-    kept = {n: v for n, v in values.items() if n not in free and not n.startswith(inside)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+    free = FREE_ON_RESUME + (LENGTH if new.learner.lr_schedule == "constant" else ())
+    starts = tuple(f"{name}{end}" for name in free for end in ".:")
+    return [line for line in differences(old, new) if not line.startswith(starts)]
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:

@@ -62,6 +62,10 @@ class Migration:
         """Whether the run sets this name, to a value that is known or not."""
         return name in self.settings.values or name in self.settings.unresolved
 
+    def has(self, name: str) -> bool:
+        """Whether the run sets this name to a value that is not null or empty, or not known."""
+        return bool(self.settings.values.get(name)) or name in self.settings.unresolved
+
     def get(self, name: str, default: Any = None) -> Any:
         """The framework's value of a setting; marks it as carried over.
 

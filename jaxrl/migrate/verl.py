@@ -24,6 +24,11 @@ OPTIONAL = (
     r"|max_token_len_per_gpu|micro_batch_size_per_gpu|max_num_seqs|recompute_\w+)|rollout\.n\w+"
     r"|.*\.(free_cache_engine|enable_prefix_caching|default_agent_loop)|data\.\w+_samples"
 )
+# Modules whose training steps are the ones that their settings say.
+TRAINERS = re.compile(
+    r"(.*\.)?verl\.(trainer\.\w+|experimental\.(fully_async|one_step_off)_policy\.\w+)|verl_mlite\.\w+"
+    r"|(.*\.)?recipe\.(dapo|entropy|fully_async_policy|one_step_off_policy)\.\w+|"
+)
 OTHER_PROGRAMS = {
     "generation": "it generates responses: python -m jaxrl.evaluate samples and scores a dataset",
     "eval": "it scores responses: python -m jaxrl.evaluate",
@@ -99,6 +104,13 @@ def translate(settings: Settings, module: str, reasons: Mapping[str, str]) -> Mi
         if "algorithm.adv_estimator" in settings.unresolved:
             found.require("algorithm.adv_estimator", "algorithm.advantage", reasons)
     found.require("data.train_files", "data.train", reasons)
+    if not TRAINERS.fullmatch(module.removesuffix(".py").strip("./").replace("/", ".")):
+        found.refuse(
+            module,
+            "this program is not one of verl's own trainers, so its step may have another loss or "
+            "other rewards than its settings say; if it has not, give the loss",
+            "algorithm.policy_loss",
+        )
     found.finish(REASONS, reasons)
     return found
 

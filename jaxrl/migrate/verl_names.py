@@ -66,7 +66,6 @@ RENAMED = {
     ROLLOUT + "max_num_seqs": "rollout.max_num_seqs",
     ROLLOUT + "enable_prefix_caching": "rollout.prefix_cache",
     ROLLOUT + "free_cache_engine": "rollout.release_kv",
-    ROLLOUT + "quantization": "rollout.dtype",
     ROLLOUT + "engine_kwargs.vllm.kv_cache_dtype": "rollout.kv_dtype",
     ROLLOUT + "val_kwargs.n": "eval.n",
     ROLLOUT + "val_kwargs.top_p": "eval.sampling.top_p",

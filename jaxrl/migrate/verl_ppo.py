@@ -137,12 +137,12 @@ def data(found: Migration) -> None:
     if renamed := tuple(f"{ours}:{name}" for ours, name in columns if name not in (None, ours)):
         found.config["data.columns"] = renamed
     for name in ("image_key", "video_key", "audio_key"):
-        if found.settings.values.get(f"data.{name}"):
+        if found.has(f"data.{name}"):
             found.refuse(
                 f"data.{name}",
                 f"jaxrl trains on text only; add ~data.{name} if the rows have nothing but text",
             )
-    if found.settings.values.get("data.custom_cls.path"):
+    if found.has("data.custom_cls.path"):
         found.refuse(
             "data.custom_cls.path",
             "a dataset class has no counterpart; write its rows to a file, and add "
@@ -312,6 +312,8 @@ def engine(found: Migration) -> None:
     experts = found.number(ROLLOUT + "expert_parallel_size", 1)
     ranks = found.number(ROLLOUT + "data_parallel_size", 1)
     found.config["rollout.tensor"] = tensor
+    if found.has(ROLLOUT + "quantization"):
+        found.choose(ROLLOUT + "quantization", {"int8": "int8"}, "rollout.dtype")
     if experts > 1:
         found.config["rollout.expert"] = ranks
         found.note(
@@ -404,20 +406,35 @@ def rewards(found: Migration) -> None:
         ("reward_model.enable", "reward_model.model.path"),
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
     ):
-        if found.get(switch, False):
+        if not found.get(switch, False):
+            continue
+        if path:
+            found.refuse(
+                model,
+                f"{path} alone gives verl's reward and asks this model over HTTP; serve it for the "
+                "function and set '', or set its path to add the score of its head",
+                "reward_model.path",
+            )
+        else:
             found.carry(model, "reward_model.path")
+            found.config["reward.functions"] = ()
 
 
 def episodes(found: Migration) -> None:
     """Several turns need an environment here, which no setting of verl gives."""
-    loop = found.settings.values.get(ROLLOUT + "agent.default_agent_loop")
-    enabled = found.get(MULTI_TURN + "enable", False)
-    if not enabled and loop in (None, "single_turn_agent"):
+    agent = ROLLOUT + "agent."
+    names = [agent + name for name in ("agent_loop_config_path", "agent_loop_manager_class")]
+    if found.settings.values.get(agent + "default_agent_loop") != "single_turn_agent":
+        names.append(agent + "default_agent_loop")
+    if found.get(MULTI_TURN + "enable", False):
+        names.append(MULTI_TURN + "enable")
+    names = [name for name in names if found.has(name)]
+    if not names:
         return
     for name, ours in EPISODES.items():
         found.carry(name, ours)
     found.refuse(
-        MULTI_TURN + "enable" if enabled else ROLLOUT + "agent.default_agent_loop",
+        names[-1],
         "write the tools as an environment (docs/how_to/environments.md) and give its name",
         "env.name",
         "env.agent",

@@ -4,12 +4,15 @@ Before the first step, `jaxrl.ending` ends the process at the first one.
 """
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 from jaxrl.ending import SIGNALS
 from sharding import hosts
+
+STOPS = "the run stops as soon as it can save; send it again to end at once without saving"
 
 
 class Interrupted(Exception):
@@ -51,11 +54,15 @@ class StopFlag:
 
 @contextlib.contextmanager
 def stop_on_signals(flag: StopFlag) -> Iterator[None]:
-    """Sets the flag at the first SIGINT or SIGTERM; a second one has its previous effect."""
+    """Sets the flag at the first SIGINT or SIGTERM, with a line on standard error.
+
+    A second one has its previous effect.
+    """
     old = {number: signal.getsignal(number) for number in SIGNALS}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         flag.signal = signal.Signals(number).name
+        os.write(2, f"\n{flag.signal}: {STOPS}\n".encode())
         restore()
 
     def restore() -> None:

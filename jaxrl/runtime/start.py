@@ -16,6 +16,7 @@ def begin_program() -> None:
     directory first.
     """
     end_on_signals()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     found, ours = importlib.util.find_spec("sharding"), Path(jaxrl.__path__[0]).parent / "sharding"
     file = Path(found.origin) if found and found.origin else ours
     other = file.parent if file.name == "__init__.py" else file
@@ -37,7 +38,6 @@ def begin_loading() -> None:
     if "JAX_PLATFORMS" not in os.environ and _has_plugin() and not _has_accelerator():
         os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise libtpu and CUDA print errors
         print("jaxrl: no TPU or NVIDIA GPU on this machine; JAX_PLATFORMS=cpu", flush=True)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     gc.disable()
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import jax
 
-from jaxrl.checkpoint.checkpointer import complete_steps
+from jaxrl.checkpoint.checkpointer import complete_steps, find_step
 from jaxrl.checkpoint.errors import CheckpointError, OrbaxLogFilter
 from jaxrl.checkpoint.saved_arrays import read_weights
+from jaxrl.config.saved import read_run_config
 from jaxrl.layout import Layout
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.layers.linear import Linear
@@ -89,8 +90,8 @@ def _language_model(policy: Decoder) -> Decoder:
     return with_heads(policy, ("vocab",))
 
 
-def first_step(directory: Path, wanted: int | None, *, follow: bool) -> int:
-    """The step to serve first: `wanted` if given, else the newest.
+def first_step(directory: Path, wanted: str | None, *, follow: bool) -> int:
+    """The step to serve first: `wanted` (a number, last or best) if given, else the newest.
 
     0 (the run's initial model) with `follow` if the run has no checkpoint yet.
     Raises ValueError if there is no such checkpoint.
@@ -103,9 +104,9 @@ def first_step(directory: Path, wanted: int | None, *, follow: bool) -> int:
             f"{directory} has no complete checkpoint; wait for the first one, or set --follow to "
             "start with the initial model of the run"
         )
-    if wanted not in steps:
-        raise ValueError(f"step {wanted} is not in {directory}; set --step to one of {steps}")
-    return wanted
+    run = read_run_config(directory.parent)
+    assert run is not None and wanted is not None
+    return find_step(directory, wanted, run.checkpoint)
 
 
 class CheckpointWatcher:

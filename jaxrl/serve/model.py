@@ -62,7 +62,7 @@ def open_model(
     Raises ValueError, OSError or CheckpointError, with one message, if the model cannot be loaded.
     """
     set_compilation_cache(run)
-    folder = resolve_model(run.model.path)
+    folder = resolve_model(run.model.path, key="--model")
     decoder = model_config(folder)
     max_len = min(max_len, decoder.context_len)
     lengths = dataclasses.replace(run.data, max_prompt_len=max_len - 1, max_response_len=1)

@@ -132,7 +132,9 @@ def arguments() -> argparse.ArgumentParser:
         action="store_true",
         help="serve the newest checkpoint of a run, and reload when a newer one is complete",
     )
-    add("--step", type=int, help="serve the checkpoint of this training step of a run")
+    add(
+        "--step", help="serve the checkpoint of this training step of a run: a number, best or last"
+    )
     add(
         "--adapter",
         action="append",

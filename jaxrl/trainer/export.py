@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxrl.checkpoint.checkpointer import best_step, complete_steps
+from jaxrl.checkpoint.checkpointer import find_step
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.checkpoint.saved_arrays import SavedArrays
 from jaxrl.config.keys import RunConfig
@@ -74,7 +74,7 @@ def export_checkpoint(
             f"--part=adapter: {run} trains all weights (lora.rank=0); set --part=policy"
         )
     directory = run / "checkpoints"
-    number = find_step(directory, step, cfg)
+    number = find_step(directory, step, cfg.checkpoint)
     arrays = SavedArrays(directory, number)
     source = _source(cfg, part, arrays.shapes)
     stacked = not any(name.startswith(f"{source.prefix}layers/0/") for name in arrays.shapes)
@@ -137,27 +137,6 @@ def _stored_adapter(
             tensors[name] = Tensor(name, dtypes[path], spec.hf_shape, read)
     assert decoder.lora is not None
     return StoredAdapter(decoder.lora, tensors, dtype=next(iter(dtypes.values())))
-
-
-def find_step(directory: Path, step: str, cfg: RunConfig) -> int:
-    """The step that "last", "best" or a number names. Raises ValueError with those there are."""
-    steps = complete_steps(directory) if directory.is_dir() else []
-    if not steps:
-        raise ValueError(f"{directory} has no complete checkpoint; set checkpoint.every in the run")
-    listed = ", ".join(map(str, steps))
-    if step == "last":
-        return steps[-1]
-    if step == "best":
-        best = best_step(directory, cfg.checkpoint) if cfg.checkpoint.best_metric else None
-        if best is None:
-            raise ValueError(
-                f"--step=best: the run measured no checkpoint (checkpoint.best_metric="
-                f"{cfg.checkpoint.best_metric!r}); set --step to last or one of {listed}"
-            )
-        return best
-    if not step.isdecimal() or int(step) not in steps:
-        raise ValueError(f"--step={step} is not in {directory}; set last, best or one of {listed}")
-    return int(step)
 
 
 def language_model_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> SaveSettings:

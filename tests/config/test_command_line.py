@@ -118,6 +118,13 @@ def test_a_wrong_override_stops_with_a_suggestion(config_file, override_, messag
     assert message in stopped(config_file(), override_)
 
 
+def test_two_config_files_and_a_missing_one_stop(config_file, monkeypatch, tmp_path):
+    path = config_file()
+    assert f"--config is given twice, the first time as {path}" in stopped(path, f"--config={path}")
+    monkeypatch.chdir(tmp_path)
+    assert "no config file my_rnu.py; configs/ has" in stopped("my_rnu.py")
+
+
 def test_an_unknown_key_in_a_config_file_gets_a_suggestion(config_file):
     message = stopped(config_file("config.rollout.max_num_seq = 3"))
     assert "mine.py, line 7" in message
@@ -145,6 +152,32 @@ def test_all_errors_of_a_config_file_and_of_the_arguments_are_reported_at_once(c
     ):
         assert line in message
     assert "argument 3" not in message
+
+
+def test_wrong_keys_of_a_section_with_a_name_of_its_own_are_among_all_errors(config_file):
+    message = stopped(
+        config_file(
+            "c = config.learner",
+            "c.larning_rate = 1",
+            "c.lr = 'fast'",
+            "data = config.data",
+            "data.trian = ('a.jsonl',)",
+            "c = config.rollout",
+            "c.n, other = 8, 'c.lr'",
+            "c.samplng.top_p = 0.5",
+            "config.qwerty = 1",
+            "c = 3",
+        )
+    )
+    assert "mine.py has 5 wrong lines" in message
+    for line in (
+        "line 8: there is no key learner.larning_rate;",
+        "line 9: learner.lr='fast' is of type str",
+        "line 11: there is no key data.trian;",
+        "line 14: there is no key rollout.samplng.top_p;",
+        "line 15: there is no key qwerty;",
+    ):
+        assert line in message
 
 
 def test_a_text_of_a_variable_in_place_of_a_tuple_is_explained(config_file):

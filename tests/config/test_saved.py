@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl.config import resolve
-from jaxrl.config.saved import config_hash, differences, from_json, to_json
+from jaxrl.config.saved import blocking_differences, differences, from_json, to_json
 from tests.config.runnable import runnable
 
 
@@ -13,22 +13,24 @@ def test_json_round_trip_is_exact():
     assert from_json(to_json(run)) == run
 
 
-def test_the_hash_changes_only_with_keys_that_change_numbers():
-    base = config_hash(resolve(runnable()))
-    assert base == config_hash(resolve(runnable(name="other", resume=True, log__samples=0)))
-    moved = runnable(mesh__fsdp=2, mesh__tensor=4, distributed__coordinator="a:1")
-    assert base == config_hash(resolve(moved)), "a run may resume on other hosts and another mesh"
+def changed(old: dict, new: dict) -> list[str]:
+    """The keys whose change forbids to resume."""
+    lines = blocking_differences(resolve(runnable(**old)), resolve(runnable(**new)))
+    return [line.partition(":")[0] for line in lines]
+
+
+def test_only_keys_that_change_numbers_forbid_to_resume():
+    assert not changed({}, dict(name="other", run_dir="x", resume=True, log__samples=0))
+    moved = dict(mesh__fsdp=2, mesh__tensor=4, distributed__coordinator="a:1")
+    assert not changed({}, moved), "a run may resume on other hosts and another mesh"
     ppo = dict(algorithm__advantage="gae")
-    critic = config_hash(resolve(runnable(**ppo)))
-    assert critic == config_hash(resolve(runnable(critic__mesh__tensor=2, **ppo)))
-    assert critic != config_hash(resolve(runnable(critic__lr=1e-6, **ppo))) and critic != base
-    assert base != config_hash(resolve(runnable(learner__lr=2e-6)))
-    assert base != config_hash(resolve(runnable(seed=1)))
+    assert not changed(ppo, dict(critic__mesh__tensor=2, **ppo))
+    assert changed(ppo, dict(critic__lr=1e-6, **ppo)) == ["critic.lr"]
+    assert changed({}, dict(learner__lr=2e-6, seed=1, name="x")) == ["seed", "learner.lr"]
 
 
 def test_a_run_may_resume_with_other_rollout_workers():
     workers = dict(schedule__mode="async", schedule__rollout_workers=4, rollout__tensor=4)
-    base = config_hash(resolve(runnable(**workers)))
     others = workers | dict(
         schedule__rollout_workers=1,
         schedule__max_rollout_workers=3,
@@ -37,23 +39,25 @@ def test_a_run_may_resume_with_other_rollout_workers():
         schedule__worker_timeout_s=9.0,
         schedule__weight_transfer="delta",
     )
-    assert base == config_hash(resolve(runnable(**others)))
-    assert base != config_hash(resolve(runnable(**others, schedule__max_staleness=2)))
+    assert not changed(workers, others)
+    staler = others | dict(schedule__max_staleness=2)
+    assert changed(workers, staler) == ["schedule.max_staleness"]
 
 
-def test_the_length_of_a_run_is_part_of_the_hash_if_the_learning_rate_decays():
-    def hash_of(**changes) -> str:
-        return config_hash(resolve(runnable(**changes)))
-
-    assert hash_of(total_steps=10) == hash_of(total_steps=20)
+def test_a_run_may_resume_with_another_length_unless_the_learning_rate_decays():
+    short, long = dict(total_steps=10), dict(total_steps=20)
+    assert not changed(short, long)
     decaying = dict(learner__lr_schedule="cosine")
-    assert hash_of(total_steps=10, **decaying) != hash_of(total_steps=20, **decaying)
+    assert changed(short | decaying, long | decaying) == ["total_steps"]
 
 
 def test_names_in_a_mapping_that_only_one_config_has_are_differences():
     old, new = resolve(runnable(data__template_kwargs__a=1)), resolve(runnable())
-    assert config_hash(old) != config_hash(new)
-    assert differences(old, new) == ["data.template_kwargs.a: 1 -> 'not set'"]
+    assert (
+        differences(old, new)
+        == blocking_differences(old, new)
+        == ["data.template_kwargs.a: 1 -> 'not set'"]
+    )
     assert differences(new, old) == ["data.template_kwargs.a: 'not set' -> 1"]
 
 

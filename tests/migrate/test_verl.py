@@ -19,7 +19,9 @@ from jaxrl.migrate.shell_expansion import mark
 from jaxrl.migrate.verl import translate
 
 FOLDER = Path(__file__).parent
-EXAMPLES = json.loads((FOLDER / "verl_examples.json").read_text())
+EXAMPLES, RECIPES = (
+    json.loads((FOLDER / f"verl_{name}.json").read_text()) for name in ("examples", "recipes")
+)
 MODULE = "verl.trainer.main_ppo"
 NEEDED = {"actor_rollout_ref.model.path": "me/model", "data.train_files": "train.parquet"}
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -117,7 +119,7 @@ EXPECTED = {
         "critic.value_clip": 0.3,
         "learner.warmup_steps": 10 * 4,  # a tenth of 100 steps of 1024 / 256 updates
         "reward_model.path": "my/reward-model",
-        "reward.functions": ("rewards/gsm8k.py:score",),
+        "reward.functions": (),
         "data.prompts_per_step": 1024,
     },
 }
@@ -148,11 +150,22 @@ ADVANTAGES = {"grpo", "gae", "rloo", "gpg", "remax", "reinforce_plus_plus", "dis
 
 @pytest.mark.parametrize("name", EXAMPLES["scripts"])
 def test_a_script_of_verl_gives_a_config_that_checks_or_a_named_refusal(name):
-    module, indices, refused = EXAMPLES["scripts"][name]
-    words = [EXAMPLES["settings"][i] for i in indices]
+    check_script(name, EXAMPLES)
+
+
+@pytest.mark.parametrize("folder", sorted({name.split("/")[0] for name in RECIPES["scripts"]}))
+def test_a_recipe_of_verl_gives_a_config_that_checks_or_a_named_refusal(folder):
+    for name in RECIPES["scripts"]:
+        if name.startswith(folder):
+            check_script(name, RECIPES)
+
+
+def check_script(name: str, scripts: dict) -> None:
+    module, indices, refused = scripts["scripts"][name]
+    words = [scripts["settings"][i] for i in indices]
     if refused == ["the script"]:
         return  # it does not train
-    settings = hydra(re.sub(r"\$\{(\w+)\}", lambda m: mark(m[1]), word) for word in words)
+    settings = hydra(re.sub(r"\$\{([^}]+)\}", lambda m: mark(m[1]), word) for word in words)
     given, unknown = dict(settings.values), set(settings.unresolved)
     settings.words.clear()
     found = translate(settings, module, {})
@@ -167,14 +180,55 @@ def test_a_script_of_verl_gives_a_config_that_checks_or_a_named_refusal(name):
     assert set(given) | unknown <= named, "every setting is carried over or named"
     if not refused:
         errors, _ = check(found.config, found.n_devices, found.n_processes)
-        assert name.startswith("rollout_correction/") or not errors
+        assert not errors or name.startswith("rollout_correction/")
         if found.program == "jaxrl.train":
             assert found.config["algorithm.advantage"] in ADVANTAGES
+
+
+def test_the_script_of_rlinf_keeps_both_data_files_and_retool_keeps_grpo():
+    def found(name: str) -> Migration:
+        module, indices, _ = RECIPES["scripts"][name]
+        return translate(hydra(RECIPES["settings"][i] for i in indices), module, {})
+
+    config = found("RLinf/compare_with_verl.rst").config
+    assert config["data.train"] == ("/path/to/dataset/boba.parquet",)
+    assert config["data.val"] == ("/path/to/dataset/test_mini.parquet",)
+    assert (config["mesh.sequence"], config["learner.token_budget"]) == (4, 120320)  # 4 x 30000 up
+    assert config["rollout.sampling.top_k"] == 0 and config["algorithm.kl_coef"] == 0.001
+    retool = found("retool/run_qwen2_7b_dapo.sh")
+    assert retool.config["algorithm.advantage"] == "grpo"
+    section = "actor_rollout_ref.rollout.multi_turn."
+    assert {"data.custom_cls.path", section + "enable"} == set(notes(retool, REFUSED))
+
+
+def test_a_program_that_is_not_one_of_verls_trainers_is_refused_until_the_loss_is_given(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m recipe.spin.main_spin data.train_files=a.parquet "
+        "actor_rollout_ref.model.path=me/model algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.rollout.n=4"
+    )
+    assert main([str(script)]) == 1
+    assert main([str(script), "--config.algorithm.policy_loss=dual_clip"]) == 0
+    for module in ("verl.trainer.main_ppo", "verl/trainer/main_ppo.py", "recipe.dapo.main_dapo"):
+        assert not notes(migrate(NEEDED, module), REFUSED)
+
+
+def test_a_model_that_the_reward_function_asks_is_not_a_reward_model_here():
+    given = NEEDED | {"reward_model.enable": True, "reward_model.model.path": "me/scores"}
+    config = migrate(given).config
+    assert (config["reward_model.path"], config["reward.functions"]) == ("me/scores", ())
+    found = migrate(given | {"custom_reward_function.path": "mine.py"})
+    assert list(notes(found, REFUSED)) == ["reward_model.model.path"]
+    assert found.config["reward.functions"] == ("mine.py:compute_score",)
+    assert "reward_model.path" not in found.config
 
 
 def test_the_examples_are_all_there_and_most_of_them_train_here():
     outcomes = [row[2] for row in EXAMPLES["scripts"].values()]
     assert len(outcomes) == 109 and sum(not refused for refused in outcomes) >= 70
+    outcomes = [row[2] for row in RECIPES["scripts"].values()]
+    assert len(outcomes) == 117 and sum(not refused for refused in outcomes) >= 54
 
 
 def test_rollout_corrections_keep_their_names_and_invert_their_ratio():

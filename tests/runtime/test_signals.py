@@ -9,13 +9,14 @@ from jaxrl.runtime.signals import Interrupted, StopFlag, stop_on_signals
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_the_first_signal_sets_the_flag_and_restores_the_handlers(name):
+def test_the_first_signal_sets_the_flag_and_restores_the_handlers(name, capfd):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     stop = StopFlag()
     with stop_on_signals(stop):
         stop.check()
         stop.check_local()
         os.kill(os.getpid(), signal.Signals[name])
+        assert f"{name}: the run stops as soon as it can save; send it" in capfd.readouterr().err
         with pytest.raises(Interrupted, match=name):
             stop.check()
         with pytest.raises(Interrupted, match=name):

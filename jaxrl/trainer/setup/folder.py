@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.saved import config_hash, differences, from_json, to_json
+from jaxrl.config.saved import blocking_differences, from_json, to_json
 from jaxrl.runtime.folder_lock import FolderLock, lock_folder
 from jaxrl.runtime.versions import commit, versions
 from jaxrl.tracking.json_lines import JsonLines
@@ -88,10 +88,10 @@ def open_folder(cfg: RunConfig) -> RunConfig:
     else:
         old = from_json(path.read_text())
         cfg = with_today(cfg, old.data.today)
-        if config_hash(old) != config_hash(cfg):
+        if changes := blocking_differences(old, cfg):
             raise ValueError(
                 f"{cfg.run_path} holds the checkpoints of another run; this one would change "
-                f"{'; '.join(differences(old, cfg))}. Set config.run_dir to another folder, or "
+                f"{'; '.join(changes)}. Set config.run_dir to another folder, or "
                 "undo the changes to resume"
             )
     temporary = path.with_suffix(".tmp")
