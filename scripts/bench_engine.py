@@ -182,7 +182,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             head_params=params.unembed.size,
             param_bytes=params.embed.dtype.itemsize,
             key_bytes=page_bytes(cfg, 1, engine.pool.dtype),
-            key_flops=4 * cfg.L * cfg.N * cfg.H,
+            key_flops=sum(4 * layer.mixer.N * layer.mixer.H for layer in cfg.layers),
         )
         clock = time.process_time if on_cpu else time.perf_counter
         measured = []

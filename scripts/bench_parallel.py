@@ -146,11 +146,11 @@ def run_config(args: argparse.Namespace):
 
 
 def decoder_config(args: argparse.Namespace):
-    from jaxrl.models.config import DecoderConfig
+    from jaxrl.models.config import uniform_decoder
 
     width = args.width
-    return DecoderConfig(
-        family="llama", L=args.layers, D=width, N=8, K=4, H=width // 8, F=4 * width, V=4096,
+    return uniform_decoder(
+        "llama", L=args.layers, D=width, N=8, K=4, H=width // 8, F=4 * width, V=4096,
         tied=True, stacked=True,
     )  # fmt: skip
 

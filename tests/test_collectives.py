@@ -23,7 +23,7 @@ from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.programs import abstract_batch
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_update
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.compiled.cost import program_cost
@@ -31,12 +31,11 @@ from jaxrl.planner.compiled.timeline import Collective
 from sharding import make_mesh
 from sharding.rules import DECODE
 from tests.marks import graded
+from tests.models.resized import resized
 
 L, W = 4, 7  # layers, and matrices in each: q, k, v, o, gate, up, down
-MODEL = DecoderConfig(
-    family="llama", L=L, D=64, N=4, K=4, H=16, F=128, V=512, tied=False, stacked=True
-)
-EXPERTS = dataclasses.replace(MODEL, family="qwen3_moe", E=8, top_k=2, F_expert=64)
+MODEL = uniform_decoder("llama", L=L, D=64, N=4, K=4, H=16, F=128, V=512, tied=False, stacked=True)
+EXPERTS = resized(MODEL, family="qwen3_moe", E=8, top_k=2, F_expert=64)
 ROW = LearnerConfig(token_budget=128, halvings=0, logprob_chunk=1024)
 WHOLE = dataclasses.replace(ROW, shard_residual=False)
 LONG_ROW = dataclasses.replace(ROW, token_budget=512, sequence_parallel="ring")

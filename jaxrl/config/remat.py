@@ -45,16 +45,23 @@ class Remat:
         """Whether the backward pass reads layer inputs from host memory."""
         return self.policy == "offload"
 
-    def ranges(self, n_layers: int) -> Iterator[LayerRange]:
-        """All layers in order; a last group may be smaller."""
-        stop, group = min(self.options.first or n_layers, n_layers), self.options.group
-        whole = stop - stop % group
+    def ranges(
+        self, n_layers: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[LayerRange]:
+        """The layers `start` to `stop` of all, in order and counted from `start`.
+
+        Groups begin at `start`; a last one may be smaller.
+        """
+        n = (n_layers if stop is None else stop) - start
+        covered = min(max((self.options.first or n_layers) - start, 0), n)
+        group = self.options.group
+        whole = covered - covered % group
         if whole:
             yield LayerRange(0, whole, self.policy, group)
-        if stop > whole:
-            yield LayerRange(whole, stop, self.policy, stop - whole)
-        if n_layers > stop:
-            yield LayerRange(stop, n_layers, "none", 1)
+        if covered > whole:
+            yield LayerRange(whole, covered, self.policy, covered - whole)
+        if n > covered:
+            yield LayerRange(covered, n, "none", 1)
 
 
 @functools.cache

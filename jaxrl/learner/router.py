@@ -23,15 +23,16 @@ from jaxrl.models.layers.moe import RouterLoad
 class Balance:
     """Expert load of a whole mini-batch, counted before its first gradient."""
 
-    load: RouterLoad | None  # per layer
+    load: RouterLoad | None  # per layer with experts
     weight: types.Array  # float32 [], the divisor of the summed loss
 
 
 def no_load(model: DecoderConfig) -> RouterLoad | None:
     """Zero load; None for a dense model."""
-    if not model.E:
+    experts = model.expert_layers
+    if not experts:
         return None
-    zeros = jnp.zeros((model.L, model.E), jnp.float32)
+    zeros = jnp.zeros((len(experts), experts[0].E), jnp.float32)
     return RouterLoad(prob=zeros, count=zeros, n_tokens=zeros[:, 0])
 
 

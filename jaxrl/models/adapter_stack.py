@@ -37,10 +37,8 @@ def choose_adapters(model: Decoder, ids: Int[Array, "B T"] | None) -> Decoder:
     if not has_stack(model):
         return model
     assert ids is not None, "a model with a stack of adapters needs the adapter of every token"
-    new, of_layers = jax.tree.map(lambda leaf: leaf, model), ids
-    if model.cfg.stacked:  # a scan takes the leading axis of every array
-        of_layers = jnp.broadcast_to(ids, (model.cfg.L, *ids.shape))
-    new.layers = nnx.data(_with_ids(model.layers, of_layers))
+    new = jax.tree.map(lambda leaf: leaf, model)
+    new.layers = nnx.data(_with_ids(model.layers, ids, stacked=model.cfg.stacked))
     new.lora = nnx.data(_with_ids(model.lora, ids))
     return new
 
@@ -85,8 +83,8 @@ def _linears(model: Decoder) -> list[Linear]:
     return [node for node in jax.tree.leaves(model, is_leaf=is_linear) if is_linear(node)]
 
 
-def _with_ids(part: Tree, ids: jax.Array) -> Tree:
-    """A part of the model whose adapters have these ids."""
+def _with_ids(part: Tree, ids: jax.Array, *, stacked: bool = False) -> Tree:
+    """A part of the model whose adapters have these ids; with a leading axis if it is stacked."""
 
     def is_adapter(node: object) -> bool:
         return isinstance(node, Adapter | EmbeddingAdapter)
@@ -95,7 +93,8 @@ def _with_ids(part: Tree, ids: jax.Array) -> Tree:
         if not is_adapter(node):
             return node
         new = jax.tree.map(lambda leaf: leaf, node)
-        new.ids = nnx.data(ids)
+        n_layers = node.a.shape[:1] if stacked else ()  # a scan takes it from every array
+        new.ids = nnx.data(jnp.broadcast_to(ids, (*n_layers, *ids.shape)) if stacked else ids)
         return new
 
     return jax.tree.map(with_ids, part, is_leaf=is_adapter)

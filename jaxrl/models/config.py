@@ -1,6 +1,10 @@
-"""The architecture of a decoder: one frozen dataclass describes every family."""
+"""The architecture of a decoder: frozen dataclasses describe the layers of every family."""
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -50,64 +54,205 @@ class LoRA:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """L layers, D model, N query heads, K kv heads, H head dim, F feed-forward, V vocabulary."""
+class AttentionConfig:
+    """Grouped-query attention of one layer: N query heads, K kv heads, H head dim."""
 
-    family: str  # key of FAMILIES in models/files/hf_config.py: "llama", "qwen2", ...
-    L: int
-    D: int
     N: int
     K: int
     H: int
-    F: int
-    V: int
-    E: int = 0  # experts; 0 = a dense model
-    top_k: int = 0  # experts per token
-    F_expert: int = 0  # feed-forward width of one expert
-    norm_topk: bool = True  # normalize the weights of a token's experts to sum to 1
-    norm_eps: float = 1e-6
     rope: Rope = Rope()
-    local_rope: Rope | None = None  # of layers with a window, if it differs (Gemma 3)
-    windows: tuple[int, ...] = ()  # per layer: visible keys including the token's own; 0 = all
-    heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number per token
-    tied: bool = False  # the unembedding is the embedding
+    window: int = 0  # visible keys including the token's own; 0 = all
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False  # second norm after attention and after the MLP (Gemma)
-    unit_offset: bool = False  # norms scale by 1 + w (Gemma)
+    qk_norm: bool = False  # of every head of queries and keys, before the rotation
+    scale: float | None = None  # of the scores; None: H ** -0.5
+    softcap: float | None = None  # of the scores
+
+    def spec(self, rules: Rules) -> AttentionSpec:
+        return AttentionSpec(self.score_scale, self.softcap, rules)
+
+    @property
+    def score_scale(self) -> float:
+        return self.H**-0.5 if self.scale is None else self.scale
+
+    @property
+    def kind(self) -> "AttentionConfig":
+        """The same without the values that may differ between layers with equal parameters."""
+        return dataclasses.replace(self, rope=Rope(), window=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPConfig:
+    """Gated feed-forward network of one layer, F wide."""
+
+    F: int
     act: str = "silu"  # "silu" | "gelu_tanh"
-    attn_scale: float | None = None  # None: H ** -0.5
-    attn_softcap: float | None = None
+    bias: bool = False
+
+    @property
+    def active_features(self) -> int:
+        """Width of what one token uses."""
+        return self.F
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of E experts of one layer, each F wide; a token uses top_k of them."""
+
+    E: int
+    top_k: int
+    F: int
+    act: str = "silu"
+    norm_topk: bool = True  # normalize the weights of a token's experts to sum to 1
+    names: str = "qwen3_moe"  # of the tensors in files: key of HF_NAMES in layers/moe.py
+
+    @property
+    def active_features(self) -> int:
+        """Width of what one token uses."""
+        return self.top_k * self.F
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """One residual block: what mixes tokens, and what is applied to each of them."""
+
+    mixer: AttentionConfig
+    ffn: MLPConfig | MoEConfig
+    post_norms: bool = False  # second norm after the mixer and after the ffn (Gemma)
+
+    @property
+    def kind(self) -> "LayerConfig":
+        """Equal for layers that can be stacked: same parameters and same computation."""
+        return dataclasses.replace(self, mixer=self.mixer.kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """D model, V vocabulary, and a description of every layer."""
+
+    family: str  # key of FAMILIES in models/files/hf_config.py: "llama", "qwen2", ...
+    D: int
+    V: int
+    layers: tuple[LayerConfig, ...]
+    norm_eps: float = 1e-6
+    unit_offset: bool = False  # norms scale by 1 + w (Gemma)
+    heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number per token
+    tied: bool = False  # the unembedding is the embedding
     logit_softcap: float | None = None
     embed_scale: float = 1.0
     max_len: int = 2048
+    dense_F: int = 0  # intermediate_size of a file in which every layer has experts; unused
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
     lora: LoRA | None = None  # adapters, next to the base weights
     base_dtype: str = ""  # of frozen matrices: "" (the model's) | "int8" | "nf4"
-    stacked: bool = False  # layers are stacked on a leading axis and scanned (TPU), else a list
+    stacked: bool = False  # equal layers are stacked on a leading axis and scanned, else a list
+
+    @property
+    def L(self) -> int:
+        return len(self.layers)
 
     @property
     def context_len(self) -> int:
         """Tokens of the longest sequence that the model supports."""
-        if "dynamic" in (self.rope.kind, (self.local_rope or self.rope).kind):
+        mixers = [layer.mixer for layer in self.layers]
+        if any(mixer.rope.kind == "dynamic" for mixer in mixers):
             return self.max_len  # longer ones change the frequencies
-        extended = self.rope.original_len * self.rope.factor if self.rope.kind == "yarn" else 0
-        return max(self.max_len, int(extended))
+        whole = [mixer for mixer in mixers if not mixer.window] or mixers
+        yarn = [mixer.rope for mixer in whole if mixer.rope.kind == "yarn"]
+        return max([self.max_len, *(int(rope.original_len * rope.factor) for rope in yarn)])
 
     @property
-    def scale(self) -> float:
-        return self.H**-0.5 if self.attn_scale is None else self.attn_scale
+    def expert_layers(self) -> list[MoEConfig]:
+        """The mixtures of experts in order of the layers; none in a dense model."""
+        return [layer.ffn for layer in self.layers if isinstance(layer.ffn, MoEConfig)]
 
-    def attention_spec(self, rules: Rules) -> AttentionSpec:
-        return AttentionSpec(self.scale, self.attn_softcap, rules)
+    @property
+    def runs(self) -> tuple[tuple[range, ...], ...]:
+        """The layers as runs of a repeating period; see `layer_runs`."""
+        return layer_runs(tuple(layer.kind for layer in self.layers))
+
+    @property
+    def n_periods(self) -> int:
+        """Repetitions of the period of all layers, which a pipeline divides; 1 if none repeats."""
+        return len(self.runs[0][0]) if len(self.runs) == 1 else 1
 
     def window(self, layer: int) -> int:
-        return self.windows[layer] if self.windows else 0
+        return self.layers[layer].mixer.window
 
-    def layer_rope(self, layer: int) -> Rope:
-        return self.local_rope if self.local_rope and self.window(layer) else self.rope
+
+def uniform_decoder(
+    family: str,
+    *,
+    L: int,
+    D: int,
+    N: int,
+    K: int,
+    H: int,
+    F: int,
+    V: int,
+    E: int = 0,
+    top_k: int = 0,
+    F_expert: int = 0,
+    norm_topk: bool = True,
+    rope: Rope = Rope(),
+    local_rope: Rope | None = None,
+    windows: Sequence[int] = (),
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    post_norms: bool = False,
+    act: str = "silu",
+    attn_scale: float | None = None,
+    attn_softcap: float | None = None,
+    **model: Any,
+) -> DecoderConfig:
+    """L layers that differ in their windows only, and in the rotary embedding of those with one.
+
+    Args:
+      F: width of the MLPs; with E experts per layer, those have the width F_expert.
+      local_rope: of layers with a window, if it differs (Gemma 3).
+      windows: of each layer; () = no layer has one.
+      model: the fields that DecoderConfig has for all layers.
+    """
+    ffn: MLPConfig | MoEConfig = MLPConfig(F, act, mlp_bias)
+    if E:
+        ffn = MoEConfig(E, top_k, F_expert, act, norm_topk, names=family)
+        model["dense_F"] = F
+    layers = []
+    for window in windows or (0,) * L:
+        own_rope = local_rope if local_rope and window else rope
+        mixer = AttentionConfig(
+            N, K, H, own_rope, window, qkv_bias, o_bias, qk_norm, attn_scale, attn_softcap
+        )
+        layers.append(LayerConfig(mixer, ffn, post_norms))
+    return DecoderConfig(family, D, V, tuple(layers), **model)
+
+
+@functools.cache
+def layer_runs(kinds: tuple[LayerConfig, ...]) -> tuple[tuple[range, ...], ...]:
+    """Consecutive layers as runs, each a period of layers that repeats.
+
+    A run is one range of layer indices per place in its period: layers of the kinds A B B A B B are
+    the run (0, 3), (1, 4), (2, 5). Layers that do not repeat are runs of one layer each.
+    """
+    runs, start = [], 0
+    while start < len(kinds):
+        period, n = 1, 1  # of those that cover most layers, the shortest
+        for p in range(1, (len(kinds) - start) // 2 + 1):
+            repeats = _n_repeats(kinds[start:], p)
+            if repeats > 1 and repeats * p > n * period:
+                period, n = p, repeats
+        stop = start + period * n
+        runs.append(tuple(range(start + place, stop, period) for place in range(period)))
+        start = stop
+    return tuple(runs)
+
+
+def _n_repeats(kinds: tuple[LayerConfig, ...], period: int) -> int:
+    """How often the first `period` kinds follow each other from the start."""
+    same = itertools.takewhile(lambda i: kinds[i] == kinds[i % period], range(len(kinds)))
+    return sum(1 for _ in same) // period
 
 
 def for_platform(

@@ -2,25 +2,26 @@
 
 B rows, T tokens, D model, N heads, K kv heads, H head dim, F feed-forward, V vocabulary, L layers.
 Training and rollout call the same `Decoder`; they differ only in the `attend` function they pass.
+Each layer has the parameters and the computation that its `LayerConfig` describes.
 """
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, struct
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl import types
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.matmul import matmul
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig, LayerConfig, MoEConfig
 from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.layers.experts import ExpertMatrix
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
@@ -33,8 +34,18 @@ from jaxrl.models.remat import layer_input, loop_remat, recompute, scan_remat
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
 
-# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer_index, state) -> (out [B,T,N,H], state)
+# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], spec, window, layer_index, state)
+# -> (out [B,T,N,H], state)
 Attend = Callable[..., tuple[jax.Array, Any]]
+
+
+@struct.dataclass
+class LayerPlace:
+    """Values that differ between layers with equal parameters; stacked layers: [L, ...] each."""
+
+    rotation: Rotation
+    window: types.Array | None  # int32; None: the window is static
+    index: types.Array | None  # int32; None: of a list, whose layers get their part of the cache
 
 
 def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
@@ -49,68 +60,70 @@ def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; the caller passes the attention kernel."""
 
-    def __init__(self, make: MakeParam, cfg: DecoderConfig):
+    def __init__(self, make: MakeParam, cfg: DecoderConfig, mixer: AttentionConfig):
         options: Any = dict(lora=cfg.lora, base_dtype=cfg.base_dtype)
 
         def project(name: str, letter: str, heads: int, axis: str) -> Linear:
             eq = f"BTD,{letter}HD->BT{letter}H"
-            shape, axes = (heads, cfg.H, cfg.D), (axis, None, "w_embed")
-            return Linear(make, name, eq, shape, axes, bias=cfg.qkv_bias, **options)
+            shape, axes = (heads, mixer.H, cfg.D), (axis, None, "w_embed")
+            return Linear(make, name, eq, shape, axes, bias=mixer.qkv_bias, **options)
 
-        self.q = project("self_attn.q_proj", "N", cfg.N, "heads")
-        self.k = project("self_attn.k_proj", "K", cfg.K, "kv_heads")
-        self.v = project("self_attn.v_proj", "K", cfg.K, "kv_heads")
+        self.cfg = mixer.kind
+        self.q = project("self_attn.q_proj", "N", mixer.N, "heads")
+        self.k = project("self_attn.k_proj", "K", mixer.K, "kv_heads")
+        self.v = project("self_attn.v_proj", "K", mixer.K, "kv_heads")
         self.o = Linear(
             make,
             "self_attn.o_proj",
             "BTNH,DNH->BTD",
-            (cfg.D, cfg.N, cfg.H),
+            (cfg.D, mixer.N, mixer.H),
             ("w_embed", "heads", None),
-            bias=cfg.o_bias,
+            bias=mixer.o_bias,
             **options,
         )
 
         def norm(name: str) -> RMSNorm | None:
-            if not cfg.qk_norm:
+            if not mixer.qk_norm:
                 return None
-            return RMSNorm(make, name, cfg.H, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+            return RMSNorm(make, name, mixer.H, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
 
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
 
     def __call__(
-        self, x, positions, rotation, window, layer_index, attend: Attend, state, rules: Rules
+        self, x, positions, place: LayerPlace, window, attend: Attend, state, rules: Rules
     ):
         projected = apply_linears(x, self.q, self.k, self.v, rules=rules)
         q, k, v = checkpoint_name(projected, "qkv")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(prevent_norm_fusion(q)), self.k_norm(prevent_norm_fusion(k))
-        q, k = rotate(q, positions, rotation), rotate(k, positions, rotation)
-        out, state = attend(q, k, v, window, layer_index, state)
+        q, k = rotate(q, positions, place.rotation), rotate(k, positions, place.rotation)
+        out, state = attend(q, k, v, self.cfg.spec(rules), window, place.index, state)
         return checkpoint_name(self.o(out, rules), "o"), state
 
 
 class Layer(nnx.Module):
-    """One residual block. Gemma adds a second norm after attention and after the MLP."""
+    """One residual block. Gemma adds a second norm after the mixer and after the MLP."""
 
-    def __init__(self, make: MakeParam, cfg: DecoderConfig):
+    def __init__(self, make: MakeParam, cfg: DecoderConfig, layer: LayerConfig):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(make, name, cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
 
-        self.attn = Attention(make, cfg)
-        self.mlp = MoE(make, cfg) if cfg.E else MLP(make, cfg)
+        self.attn = Attention(make, cfg, layer.mixer)
+        ffn = layer.ffn
+        self.mlp = MoE(make, cfg, ffn) if isinstance(ffn, MoEConfig) else MLP(make, cfg, ffn)
         self.attn_norm = norm("input_layernorm")
         self.mlp_norm = norm(
-            "pre_feedforward_layernorm" if cfg.post_norms else "post_attention_layernorm"
+            "pre_feedforward_layernorm" if layer.post_norms else "post_attention_layernorm"
         )
-        self.post_attn_norm = norm("post_attention_layernorm") if cfg.post_norms else None
-        self.post_mlp_norm = norm("post_feedforward_layernorm") if cfg.post_norms else None
+        self.post_attn_norm = norm("post_attention_layernorm") if layer.post_norms else None
+        self.post_mlp_norm = norm("post_feedforward_layernorm") if layer.post_norms else None
 
     def __call__(
-        self, x, live, positions, rotation, window, layer_index, attend: Attend, state, rules: Rules
+        self, x, live, positions, place: LayerPlace, window, attend: Attend, state, rules: Rules
     ):
         """(x, state, router load or None)."""
         h = self.attn_norm(x)
-        h, state = self.attn(h, positions, rotation, window, layer_index, attend, state, rules)
+        h, state = self.attn(h, positions, place, window, attend, state, rules)
         x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
         h, load = self.mlp_norm(x), None
         if isinstance(self.mlp, MoE):
@@ -123,6 +136,9 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, L layers, final norm and the heads of its config.
 
+    Stacked layers are one `Layer` if all are equal, else one for each place of a repeating period
+    (`layer_runs`), in a list.
+
     Heads are the unembedding ("vocab") and a linear map to one number ("score": a value or a
     reward). `decoder_specs` builds its parameter table.
     """
@@ -130,17 +146,25 @@ class Decoder(nnx.Module):
     def __init__(self, cfg: DecoderConfig):
         top = make_spec("")
         self.cfg = cfg
-        self.layers: Any  # one Layer of stacked parameters, or a list
+        self.layers: Any
 
         def table(name: str) -> Any:
             return top(name, (cfg.V, cfg.D), ("vocab", "w_embed"), hf_shape=(cfg.V, cfg.D))
 
         self.embed = nnx.data(table("model.embed_tokens.weight"))
         if cfg.stacked:
-            self.layers = Layer(make_spec("model.layers.{layer}.", cfg.L), cfg)
+            stacks = [
+                Layer(make_spec("model.layers.{layer}.", place), cfg, cfg.layers[place.start])
+                for run in cfg.runs
+                for place in run
+            ]
+            self.layers = nnx.List(stacks) if len(stacks) > 1 else stacks[0]
         else:
             self.layers = nnx.List(
-                [Layer(make_spec(f"model.layers.{i}."), cfg) for i in range(cfg.L)]
+                [
+                    Layer(make_spec(f"model.layers.{i}."), cfg, layer)
+                    for i, layer in enumerate(cfg.layers)
+                ]
             )
         self.norm = RMSNorm(top, "model.norm", cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
         untied = "vocab" in cfg.heads and not cfg.tied
@@ -270,71 +294,75 @@ def run_layers(
     gets each layer's part as the cache of a model of one layer. `remat` is config.learner.remat
     (jaxrl/config/remat.py).
     """
-    if model.cfg.stacked:
-        (layer, *rest), experts = stacked_layers(model, rules), None
-        if state is not None and model.cfg.E and keeps_stack(rules):
-            layer, experts = _without_experts(layer)
+    cfg = model.cfg
+    if cfg.stacked:
+        layers, places = stacked_layers(model, rules)
         return scan_layers(
-            model.cfg,
-            (layer, *rest),
+            cfg,
+            layers,
+            places,
             x,
             positions,
             attend,
             state,
-            experts=experts,
+            keep_experts=state is not None and keeps_stack(rules),
             live=live,
             rules=rules,
             remat=remat,
         )
-    per_layer = _rotations(model.cfg)
+    places = [_place(cfg, i) for i in range(cfg.L)]
 
     def step(policy: str) -> Callable:
-        layer_fn = _layer_fn(live, positions, attend, rules, policy, traced_windows=False)
+        layer_fn = _layer_fn(live, positions, attend, rules, policy)
         # Layers with the same window are traced and lowered once; XLA inlines the calls.
-        layer_fn = jax.jit(layer_fn, static_argnames=("window", "layer_index"))
+        layer_fn = jax.jit(layer_fn, static_argnames="window")
 
         def one(carry, layer: Layer, i: int):
-            (x, state), rotation = carry, jax.tree.map(operator.itemgetter(i), per_layer)
-            if model.cfg.lora is None:  # otherwise frozen weights would get gradients
+            x, state = carry
+            if cfg.lora is None:  # otherwise frozen weights would get gradients
                 x, layer = finish_gradients(x, layer)
             own = None if state is None else state.layer(i)
-            x, own, load = layer_fn(layer, x, rotation, model.cfg.window(i), 0, own)
+            x, own, load = layer_fn(layer, x, places[i], cfg.window(i), own)
             return (x, None if state is None else state.with_layer(i, own)), load
 
         return one
 
-    (x, state), load = loop_remat(step, (x, state), list(model.layers), parse_remat(remat))
-    return x, state, load
+    (x, state), loads = loop_remat(step, (x, state), list(model.layers), parse_remat(remat))
+    loads = [load for load in loads if load is not None]
+    return x, state, jax.tree.map(lambda *of: jnp.stack(of), *loads) if loads else None
 
 
-def stacked_layers(model: Decoder, rules: Rules) -> tuple:
-    """Inputs of `scan_layers`: (layers, rotations, windows, indices), each with a leading L."""
+def stacked_layers(model: Decoder, rules: Rules) -> tuple[Any, list[LayerPlace]]:
+    """(layers of the model with their leading axes sharded, one LayerPlace for each stack)."""
     cfg = model.cfg
-    # A traced window cannot be 0 for "none", so such layers get the largest one.
-    windows = [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)]
 
     def shard_layers(param: jax.Array) -> jax.Array:
         spec = jax.typeof(param).sharding.spec
         return jax.reshard(param, jax.P(*rules.spec("layers"), *spec[1:]))
 
-    layers = jax.tree.map(shard_layers, model.layers)
-    return (
-        layers,
-        jax.tree.map(jnp.asarray, _rotations(cfg)),
-        jnp.asarray(windows, jnp.int32),
-        jnp.arange(cfg.L),
-    )
+    def place(layers: range) -> LayerPlace:
+        # A traced window cannot be 0 for "none", so such layers get the largest one.
+        windows = [cfg.window(i) or np.iinfo(np.int32).max for i in layers]
+        return LayerPlace(
+            jax.tree.map(jnp.asarray, rotations([cfg.layers[i].mixer for i in layers])),
+            None if len(set(windows)) == 1 else jnp.asarray(windows, jnp.int32),
+            jnp.asarray(layers, jnp.int32),
+        )
+
+    places = [place(layers) for run in cfg.runs for layers in run]
+    return jax.tree.map(shard_layers, model.layers), places
 
 
 def scan_layers(
     cfg: DecoderConfig,
-    layers: tuple,
+    layers: Any,
+    places: list[LayerPlace],
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
     attend: Attend,
     state: Any,
     *,
-    experts: dict[str, ExpertMatrix] | None = None,
+    keep_experts: bool = False,
     live: Live,
     rules: Rules,
     remat: str,
@@ -342,36 +370,64 @@ def scan_layers(
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
     """`run_layers` over all or some of the layers of `stacked_layers`.
 
+    Every run of layers is a scan over the repetitions of its period.
+
     `in_loop`: the same layers run several times, in a loop. Their weights are gathered every time.
 
-    `experts` are the experts' matrices of all L layers, which `layers` then lack. The scan slices
-    what it scans, and a slice that a custom call reads is a copy: in decode, of every expert of a
-    layer, also of those without a token.
+    `keep_experts`: the scans read the experts' matrices of all layers in place, and slice the rest.
+    A slice that a custom call reads is a copy: in decode, of every expert of a layer, also of those
+    without a token.
     """
-    traced_windows = any(cfg.windows)
-
-    def step(policy: str) -> Callable:
-        layer_fn = _layer_fn(
-            live, positions, attend, rules, policy, traced_windows=traced_windows, in_loop=in_loop
+    stacks = [layers] if isinstance(layers, Layer) else list(layers)
+    sizes = [jax.tree.leaves(place)[0].shape[0] for place in places]  # fewer in a pipeline stage
+    loads, start, first = [], 0, 0
+    for run in cfg.runs:
+        period = slice(first, first := first + len(run))
+        chosen, experts = stacks[period], [None] * len(run)
+        if keep_experts:
+            chosen, experts = zip(*map(_without_experts, chosen), strict=True)
+        layer_fn = functools.partial(_layer_fn, live, positions, attend, rules, in_loop=in_loop)
+        stop = start + sum(sizes[period])
+        (x, state), load = scan_remat(
+            functools.partial(_period_step, cfg, run, experts, layer_fn),
+            (x, state),
+            tuple(zip(chosen, places[period], strict=True)),
+            parse_remat(remat).ranges(sum(sizes), start, stop),
+            period=len(run),
         )
-
-        def body(carry, per_layer):
-            (x, state), (layer, rotation, window, layer_index) = carry, per_layer
-            window = window if traced_windows else 0
-            if experts is not None:
-                layer = _with_experts(layer, experts, layer_index)
-            x, state, load = layer_fn(layer, x, rotation, window, layer_index, state)
-            return (x, state), load
-
-        return body
-
-    (x, state), load = scan_remat(step, (x, state), layers, parse_remat(remat))
-    return x, state, load
+        loads, start = [*loads, *([] if load is None else [load])], stop
+    return x, state, jax.tree.map(lambda *of: jnp.concatenate(of), *loads) if loads else None
 
 
-def _without_experts(layers: Layer) -> tuple[Layer, dict[str, ExpertMatrix]]:
-    """(stacked layers without the matrices of their experts, these matrices)."""
-    assert isinstance(layers.mlp, MoE)
+def _period_step(
+    cfg: DecoderConfig,
+    run: tuple[range, ...],
+    experts: Sequence[dict[str, ExpertMatrix] | None],
+    layer_fn: Callable[..., Callable],
+    policy: str,
+) -> Callable:
+    """The body of a scan over the repetitions of a run's period."""
+
+    def body(carry, period):
+        (x, state), loads = carry, []
+        for layers, matrices, (layer, place) in zip(run, experts, period, strict=True):
+            if matrices is not None:
+                index = (place.index - layers.start) // layers.step
+                layer = _with_experts(layer, matrices, index)
+            static = place.window is None
+            window = cfg.window(layers.start) if static else place.window
+            x, state, load = layer_fn(policy, static)(layer, x, place, window, state)
+            loads += [] if load is None else [load]
+        stacked = jax.tree.map(lambda *of: jnp.stack(of), *loads) if loads else None
+        return (x, state), stacked
+
+    return body
+
+
+def _without_experts(layers: Layer) -> tuple[Layer, dict[str, ExpertMatrix] | None]:
+    """(stacked layers without the matrices of their experts, these matrices if there are any)."""
+    if not isinstance(layers.mlp, MoE):
+        return layers, None
     new = jax.tree.map(lambda leaf: leaf, layers)
     new.mlp, experts = layers.mlp.take_stack()
     return new, experts
@@ -385,8 +441,10 @@ def _with_experts(layer: Layer, experts: dict[str, ExpertMatrix], index: Int[Arr
     return new
 
 
-def _rotations(cfg: DecoderConfig) -> Rotation:
-    return rotations([cfg.layer_rope(i) for i in range(cfg.L)], cfg.H)
+def _place(cfg: DecoderConfig, layer: int) -> LayerPlace:
+    """The place of one layer of a list, whose cache is that of a model of one layer."""
+    rotation = jax.tree.map(lambda a: a[0], rotations([cfg.layers[layer].mixer]))
+    return LayerPlace(rotation, window=None, index=None)
 
 
 def _layer_fn(
@@ -395,20 +453,20 @@ def _layer_fn(
     attend: Attend,
     rules: Rules,
     policy: str,
+    static_window: bool = True,
     *,
-    traced_windows: bool,
     in_loop: bool = False,
 ):
-    def layer_fn(layer: Layer, x, rotation, window, layer_index, state):
+    def layer_fn(layer: Layer, x, place: LayerPlace, window, state):
         x = layer_input(x, policy)
         if in_loop:
             # XLA otherwise gathers the weights of all layers before the loop. Outside this
             # function, the barrier would be a copy of all weights per iteration for backward.
             layer, x = jax.lax.optimization_barrier((layer, x))
-        return layer(x, live, positions, rotation, window, layer_index, attend, state, rules)
+        return layer(x, live, positions, place, window, attend, state, rules)
 
     # A window that is a Python int stays static: 0 means "none" only there.
-    return recompute(layer_fn, policy, static_argnums=() if traced_windows else (3,))
+    return recompute(layer_fn, policy, static_argnums=(3,) if static_window else ())
 
 
 @jax.custom_vjp

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Int
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, MoEConfig
 
 
 def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
@@ -15,12 +15,19 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     half). Training takes three times as much: recomputation is not useful work.
     """
     n = np.asarray(lens, np.float64)
-    attention = cfg.D * cfg.H * (2 * cfg.N + 2 * cfg.K)
-    mlp = 3 * cfg.D * cfg.F_expert * cfg.top_k + cfg.D * cfg.E if cfg.E else 3 * cfg.D * cfg.F
-    heads = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
-    weights = cfg.L * (attention + mlp) + heads
-    keys = sum(_visible_keys(n, cfg.window(layer)).sum() for layer in range(cfg.L))
-    return float(2 * weights * n.sum() + 4 * cfg.N * cfg.H * keys)
+    weights = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
+    products = 0.0  # of queries, keys and values
+    for layer in cfg.layers:
+        mixer, ffn = layer.mixer, layer.ffn
+        rows = 2 * (mixer.N + mixer.K) * mixer.H + 3 * ffn.active_features
+        weights += cfg.D * (rows + ffn.E if isinstance(ffn, MoEConfig) else rows)
+        products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
+    return float(2 * weights * n.sum() + products)
+
+
+def score_features(cfg: DecoderConfig) -> int:
+    """Features of the queries of all layers: a (query, key) pair has two products of so many."""
+    return sum(layer.mixer.N * layer.mixer.H for layer in cfg.layers)
 
 
 def _visible_keys(n: np.ndarray, window: int) -> np.ndarray:

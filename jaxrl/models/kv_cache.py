@@ -34,32 +34,33 @@ class KVCache:
         return jax.tree.map(replace_pool, self, one, is_leaf=_is_list)
 
     def layer_pages(
-        self, layer: int | jax.Array, rules: Rules
+        self, layer: jax.Array | None, rules: Rules
     ) -> tuple[Tree, Tree, int | jax.Array]:
         """A layer's key and value pages, and the index of the layer's first page among them.
 
-        Stacked pools return the pages of all layers, because slicing out one layer would copy it.
+        Stacked pools return the pages of all layers, because slicing out one layer would copy it. A
+        list contains one layer, and `layer` is None.
         """
 
         def pages(pools: jax.Array | list[jax.Array]) -> jax.Array:
             if isinstance(pools, list):
-                return pools[layer]
+                return pools[0]
             L, P, *rest = pools.shape
             spec = rules.spec(None, "kv_heads", *(None,) * (len(rest) - 1))
             return jnp.reshape(pools, (L * P, *rest), out_sharding=spec)
 
         k, v = (jax.tree.map(pages, pools, is_leaf=_is_list) for pools in (self.k, self.v))
         pools = jax.tree.leaves(self.k, is_leaf=_is_list)[0]
-        return k, v, 0 if isinstance(pools, list) else layer * pools.shape[1]
+        return k, v, 0 if layer is None else layer * pools.shape[1]
 
-    def with_pages(self, layer: int | jax.Array, k: Tree, v: Tree, rules: Rules) -> "KVCache":
+    def with_pages(self, k: Tree, v: Tree, rules: Rules) -> "KVCache":
         """The cache with the pages of `layer_pages` replaced by their updated values."""
 
         def replace_pages(
             pools: jax.Array | list[jax.Array], pages: jax.Array
         ) -> jax.Array | list[jax.Array]:
             if isinstance(pools, list):
-                return [pages if i == layer else pool for i, pool in enumerate(pools)]
+                return [pages]
             spec = rules.spec(None, None, "kv_heads", *(None,) * (pools.ndim - 3))
             return jnp.reshape(pages, pools.shape, out_sharding=spec)
 
@@ -74,17 +75,22 @@ def init_cache(
     cfg: DecoderConfig, n_pages: int, page_len: int, dtype: DTypeLike, rules: Rules
 ) -> KVCache:
     """A zeroed pool of `n_pages` pages per replica, with kv heads sharded by the rules."""
-    shape = (rules.n_shards("batch") * n_pages, cfg.K, page_len, cfg.H)
     axes = ("batch", "kv_heads", None, None)
+    n_rows, lead = rules.n_shards("batch") * n_pages, (cfg.L,) if cfg.stacked else ()
+    shapes = [(n_rows, layer.mixer.K, page_len, layer.mixer.H) for layer in cfg.layers]
+    if cfg.stacked and len(set(shapes)) > 1:
+        raise ValueError(
+            f"layers of this {cfg.family} model differ in their kv heads or head size, so their "
+            "KV pages cannot be stacked; set config.model.layers='list'"
+        )
 
     def pools(n_axes: int, dtype: DTypeLike) -> Tree:
-        lead = (cfg.L,) if cfg.stacked else ()
         spec = rules.spec(*(None,) * len(lead), *axes[:n_axes])
 
-        def pool() -> jax.Array:
+        def pool(shape: tuple[int, ...]) -> jax.Array:
             return jnp.zeros(lead + shape[:n_axes], dtype, out_sharding=spec)
 
-        return pool() if cfg.stacked else [pool() for _ in range(cfg.L)]
+        return pool(shapes[0]) if cfg.stacked else [pool(shape) for shape in shapes]
 
     def layer_pools() -> Tree:
         if is_quantized_dtype(dtype):
@@ -109,4 +115,6 @@ def page_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
 def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
     """Bytes of one page over all layers and devices, keys and values together."""
     scale = jnp.dtype(SCALE_DTYPE).itemsize if is_quantized_dtype(dtype) else 0
-    return 2 * cfg.L * cfg.K * page_len * (cfg.H * jnp.dtype(dtype).itemsize + scale)
+    item = jnp.dtype(dtype).itemsize
+    mixers = [layer.mixer for layer in cfg.layers]
+    return sum(2 * mixer.K * page_len * (mixer.H * item + scale) for mixer in mixers)

@@ -31,6 +31,7 @@ from jaxrl.types import Tree
 from sharding import Rules
 
 ALL_LINEAR = "all-linear"
+LAYER_PREFIX = re.compile(r"^model\.layers\.\d+\.")
 
 
 def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
@@ -68,20 +69,21 @@ def with_adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> DecoderConfig:
 
 
 def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) of the linear layers of a transformer layer, by name: "self_attn.q_proj", ...
+    """(out, in) of the linear layers of transformer layers, by name: "self_attn.q_proj", ...
+
+    Of layers in which one has different sizes, the smallest.
 
     Those of the experts of a mixture of experts are "mlp.experts.up_proj" and so on. The embedding
     table and the unembedding are "embed_tokens" and "lm_head".
     """
     plain = dataclasses.replace(decoder, lora=None, base_dtype="", stacked=False)
-    one = decoder_specs(dataclasses.replace(plain, L=1, windows=decoder.windows[:1]))
-    shapes = {spec.hf: spec.hf_shape for spec in jax.tree.leaves(one, is_leaf=is_spec)}
-
-    def layer_name(hf: str) -> str:
-        name = hf.removeprefix("model.layers.0.").removesuffix(".weight")
-        return name.replace(".{expert}", "")
-
-    found = {layer_name(hf): shapes[hf] for hf in matrix_inputs(one)}
+    kinds = {layer.kind: layer for layer in decoder.layers}
+    few = decoder_specs(dataclasses.replace(plain, layers=tuple(kinds.values())))
+    shapes = {spec.hf: spec.hf_shape for spec in jax.tree.leaves(few, is_leaf=is_spec)}
+    found: dict[str, tuple[int, int]] = {}
+    for hf in matrix_inputs(few):
+        name = LAYER_PREFIX.sub("", hf).removesuffix(".weight").replace(".{expert}", "")
+        found[name] = min(found.get(name, shapes[hf]), shapes[hf], key=min)
     tables = [name for name in TABLES.values() if name != "lm_head" or "vocab" in decoder.heads]
     return found | dict.fromkeys(tables, (decoder.V, decoder.D))
 

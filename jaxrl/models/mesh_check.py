@@ -41,11 +41,11 @@ def check_mesh(
         return math.prod(sizes.values()), shown
 
     n, shown = shards("attn_heads")
-    if cfg.N % n:
-        errors.add(
-            f"{cfg.N} query heads over {shown} in attention "
-            "(not with learner.sequence_parallel='ring')"
-        )
+    errors.update(
+        f"{heads} query heads over {shown} in attention (not with learner.sequence_parallel='ring')"
+        for heads in {layer.mixer.N for layer in cfg.layers}
+        if heads % n
+    )
     if rules.ulysses > 1:
         errors.update(
             _place_errors(
@@ -53,8 +53,11 @@ def check_mesh(
             )
         )
     n, shown = shards("experts")
-    if n > 1 and not cfg.E:
+    if n > 1 and not cfg.expert_layers:
         errors.add(f"no experts to shard over {shown}")
+    n, shown = shards("layers")
+    if n > 1 and len(cfg.runs) > 1:
+        errors.add(f"{cfg.L} layers, which do not repeat one period, over {shown}")
     for spec in jax.tree.leaves(decoder_specs(cfg), is_leaf=is_spec):
         for size, logical in zip(spec.shape, spec.axes, strict=True):
             n, shown = shards(logical) if logical else (1, "")
@@ -73,7 +76,9 @@ def _place_errors(cfg: DecoderConfig, n_time: int, n_tensor: int, ulysses: int) 
     errors = []
     if n_time % ulysses:
         errors.append(f"sequence={n_time} devices over learner.ulysses_size={ulysses}")
-    if cfg.K % (n_tensor * ulysses):
-        shown = f"tensor={n_tensor} x learner.ulysses_size={ulysses}"
-        errors.append(f"{cfg.K} kv heads over {shown}")
-    return errors
+    shown = f"tensor={n_tensor} x learner.ulysses_size={ulysses}"
+    return errors + [
+        f"{heads} kv heads over {shown}"
+        for heads in {layer.mixer.K for layer in cfg.layers}
+        if heads % (n_tensor * ulysses)
+    ]

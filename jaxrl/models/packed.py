@@ -78,14 +78,14 @@ def forward_routed(
     visibility = None if until is None else Visibility(until, positions)
     weights = segments > 0 if copies is None else copies
     if rules.layers is None:
-        attend = _attend(model.cfg, segments, visibility, rules, implementation)
+        attend = _attend(segments, visibility, rules, implementation)
         hidden, _, load = model(tokens, positions, attend, live=weights, rules=rules, remat=remat)
         return hidden, load
     x = model.embed_tokens(tokens, rules)
-    layers = stacked_layers(model, rules)
+    layers, places = stacked_layers(model, rules)
     rows = positions, segments, weights, visibility
     stage = _stage(model.cfg, rules, remat, implementation)
-    x, load = run_stages(stage, layers, x, rows, rules=rules)
+    x, load = run_stages(stage, (layers, places), x, rows, rules=rules)
     return model.norm(x), load
 
 
@@ -116,14 +116,14 @@ def pipelined_gradients(
     """
     trained, frozen = split(model)
     top = _with_layers(trained, jax.tree.map(lambda _: optax.MaskedNode(), trained.layers))
-    layers, *constants = stacked_layers(trained, rules)
+    layers, places = stacked_layers(trained, rules)
     run = _stage(model.cfg, rules, remat, implementation)
 
     def stage(layers, constants, x, *rows):
-        (frozen, *constants) = constants
+        frozen, places = constants
         layers = combine(layers, frozen)
         layers = with_mlp_chunk(with_matmul_dtype(layers, matmul_dtype), mlp_chunk)
-        return run((layers, *constants), x, *rows)
+        return run((layers, places), x, *rows)
 
     def embed(top: Tree) -> jax.Array:
         return to_micro_batches(combine(top, frozen).embed_tokens(tokens, rules), rules)
@@ -139,7 +139,7 @@ def pipelined_gradients(
         stage,
         loss,
         layers,
-        (stacked_layers(frozen, rules)[0], *constants),
+        (stacked_layers(frozen, rules)[0], places),
         top,
         x,
         (positions, segments, weights, visibility),
@@ -153,14 +153,11 @@ def pipelined_gradients(
     return _with_layers(grads, found.layers), found.sums, found.load
 
 
-def _attend(
-    cfg: DecoderConfig, segments, visibility, rules: Rules, implementation: str | None
-) -> Attend:
+def _attend(segments, visibility, rules: Rules, implementation: str | None) -> Attend:
     """Attention of packed rows to themselves."""
     attend_rows = ring_attention if rules.ring else attention
-    spec = cfg.attention_spec(rules)
 
-    def attend(q, k, v, window, layer_index, state):
+    def attend(q, k, v, spec, window, layer_index, state):
         out = attend_rows(
             q,
             k,
@@ -182,11 +179,13 @@ def _stage(
     """The layers of one pipeline stage on packed rows."""
     inside = rules.in_stage()
 
-    def stage(layers, x, positions, segments, live, visibility):
-        attend = _attend(cfg, segments, visibility, inside, implementation)
+    def stage(inputs, x, positions, segments, live, visibility):
+        attend = _attend(segments, visibility, inside, implementation)
+        layers, places = inputs
         x, _, load = scan_layers(
             cfg,
             layers,
+            places,
             x,
             positions,
             attend,

@@ -32,7 +32,7 @@ def forward_paged(
     for all of them.
     """
     groups = [(page_table, positions.reshape(len(page_table), -1))]
-    attend = _attend_pages(model, groups, rules=rules, implementation=implementation)
+    attend = _attend_pages(groups, rules=rules, implementation=implementation)
     return model(tokens, positions, attend, cache, live=positions >= 0, rules=rules)[:2]
 
 
@@ -58,7 +58,7 @@ def forward_mixed(
     row = jnp.concatenate([prefill_tokens.reshape(-1), tokens])[None]
     group_positions = jnp.concatenate([prefill_positions.reshape(-1), positions])[None]
     groups = [(prefill_table, prefill_positions), (page_table, positions[:, None])]
-    attend = _attend_pages(model, groups, rules=rules, implementation=implementation)
+    attend = _attend_pages(groups, rules=rules, implementation=implementation)
     hidden, cache, _ = model(
         row, group_positions, attend, cache, live=group_positions >= 0, rules=rules
     )
@@ -66,7 +66,6 @@ def forward_mixed(
 
 
 def _attend_pages(
-    model: Decoder,
     groups: list[tuple[jax.Array, jax.Array]],
     *,
     rules: Rules,
@@ -77,9 +76,8 @@ def _attend_pages(
     The groups' tokens are concatenated. In every layer, the keys of all groups are written before
     any attends.
     """
-    spec = model.cfg.attention_spec(rules)
 
-    def attend(q, k, v, window, layer_index, cache: KVCache):
+    def attend(q, k, v, spec, window, layer_index, cache: KVCache):
         k_pages, v_pages, first = cache.layer_pages(layer_index, rules)
         new = zip(
             groups,
@@ -111,7 +109,7 @@ def _attend_pages(
             outs = [_reshape_rows(out, (1, p.size), "heads", rules) for out, (_, p) in rows]
             outs = [jnp.concatenate(outs, axis=1)]
         out = _reshape_rows(outs[0], q.shape[:2], "heads", rules)
-        return out, cache.with_pages(layer_index, k_pages, v_pages, rules)
+        return out, cache.with_pages(k_pages, v_pages, rules)
 
     return attend
 

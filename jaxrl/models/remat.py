@@ -1,7 +1,7 @@
 """Activations that the backward pass keeps: policies of `jax.checkpoint` by name."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -51,27 +51,49 @@ def layer_input(x: jax.Array, policy: str) -> jax.Array:
 
 
 def scan_remat(
-    step: Callable[[str], Callable], carry: Carry, layers: Tree, remat: Remat
+    step: Callable[[str], Callable],
+    carry: Carry,
+    layers: Tree,
+    parts: Iterable[LayerRange],
+    *,
+    period: int,
 ) -> tuple[Carry, Tree]:
-    """`jax.lax.scan` of step(policy)(carry, layer) over stacked layers."""
-    n_layers, found = jax.tree.leaves(layers)[0].shape[0], []
-    for part in remat.ranges(n_layers):
+    """`jax.lax.scan` of step(policy)(carry, layers) over stacked layers, `period` of them a step.
+
+    `parts` divide the layers. A step returns what it found per layer, with a leading axis for those
+    of its period, and the scan all of them. Raises ValueError for parts that divide a period.
+    """
+    n_steps, found = jax.tree.leaves(layers)[0].shape[0], []
+    for part in parts:
+        check_whole_periods(part, period)
         chosen, run = layers, step(part.policy)
-        if part.n_layers < n_layers:
-            chosen = jax.tree.map(lambda a, p=part: a[p.start : p.stop], layers)
+        if part.n_layers < n_steps * period:
+            steps = slice(part.start // period, part.stop // period)
+            chosen = jax.tree.map(lambda a, steps=steps: a[steps], layers)
         if part.group == 1:
             carry, ys = jax.lax.scan(run, carry, chosen)
         else:
-            chosen = jax.tree.map(lambda a, p=part: _in_groups(a, p.group), chosen)
+            group = part.group // period
+            chosen = jax.tree.map(lambda a, group=group: _in_groups(a, group), chosen)
             carry, ys = jax.lax.scan(_scan_group(step, part), carry, chosen)
             ys = jax.tree.map(_without_groups, ys)
-        found.append(ys)
+        found.append(jax.tree.map(_without_groups, ys))
     return carry, found[0] if len(found) == 1 else jax.tree.map(_join, *found)
+
+
+def check_whole_periods(part: LayerRange, period: int) -> None:
+    """Raises ValueError if the part, or a group of it, ends within a period of layers."""
+    if part.start % period or part.stop % period or (part.group > 1 and part.group % period):
+        raise ValueError(
+            f"learner.remat: layers {part.start} to {part.stop} in groups of {part.group} divide "
+            f"the {period} layers that this model repeats; set first and group to multiples of "
+            f"{period}, or model.layers='list'"
+        )
 
 
 def loop_remat(
     step: Callable[[str], Callable], carry: Carry, layers: Sequence[Tree], remat: Remat
-) -> tuple[Carry, Tree]:
+) -> tuple[Carry, list[Tree]]:
     """The same as a loop over a list of layers, of step(policy)(carry, layer, index)."""
     found = []
     for part in remat.ranges(len(layers)):
@@ -81,7 +103,7 @@ def loop_remat(
             run = functools.partial(_loop_group, one, outer, start)
             carry, ys = recompute(run, outer)(carry, layers[start : start + part.group])
             found += ys
-    return carry, jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *found)
+    return carry, found
 
 
 def _group_policies(part: LayerRange) -> tuple[str, str]:

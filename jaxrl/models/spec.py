@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import zlib
@@ -32,6 +33,7 @@ class ParamSpec:
     hf: str  # e.g. "model.layers.0.mlp.up_proj.weight"
     hf_shape: tuple[int, ...]  # of one tensor in the file
     dtype: str | None = None  # of parts of quantized weights; None: the model's
+    layers: range = range(0)  # numbers of stacked layers in the file; empty: 0, 1, ...
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -60,8 +62,13 @@ def is_spec(leaf: object) -> bool:
 def hf_names(spec: ParamSpec) -> list[str]:
     """The parameter's Hugging Face tensor names, one per index of `spec.stacked_shape`."""
     names = PLACEHOLDER.findall(spec.hf)
-    places = [dict(zip(names, index, strict=True)) for index in np.ndindex(spec.stacked_shape)]
-    return [spec.hf.format(**place) for place in places]
+    numbers = [
+        spec.layers if name == "layer" else range(spec.shape[i]) for i, name in enumerate(names)
+    ]
+    return [
+        spec.hf.format(**dict(zip(names, place, strict=True)))
+        for place in itertools.product(*numbers)
+    ]
 
 
 def map_specs(fn, specs: Tree, *rest: Tree) -> Tree:

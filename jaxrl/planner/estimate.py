@@ -10,7 +10,8 @@ import math
 from jaxrl.config.remat import parse_remat
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
+from jaxrl.models.flops import score_features
 from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
 
@@ -179,7 +180,7 @@ def kept_features(
     again, in chunks (learner.mlp_chunk). A loop over stacked layers keeps every intermediate array
     of "none"; in a list, the compiler computes those between two products again.
     """
-    attention, ffw = d.N * d.H / tensor, _ffw(d, expert) / tensor
+    attention, ffw = score_features(d) / d.L / tensor, _ffw(d, expert) / tensor
     every = _product_features(d, tensor, expert)
     if not keeps_mlp:
         every, ffw = every - 3 * ffw, 0.0
@@ -188,18 +189,28 @@ def kept_features(
         "offload": stream,  # in host memory
         "attention": stream + attention,
         "mlp": stream + attention + 2 * ffw,
-        "dots": 2 * stream + 2 * (d.N + d.K) * d.H / tensor + 2 * ffw,
+        "dots": 2 * stream + 2 * _head_features(d) / tensor + 2 * ffw,
         "none": stream + (3 if stacked else 1) * every,
     }
 
 
 def _product_features(d: DecoderConfig, tensor: int, expert: int) -> float:
     """Features per token of the inputs and outputs of a layer's products, per device."""
-    return 2 * d.D + (2 * (d.N + d.K) * d.H + 3 * _ffw(d, expert)) / tensor
+    return 2 * d.D + (2 * _head_features(d) + 3 * _ffw(d, expert)) / tensor
 
 
-def _ffw(d: DecoderConfig, expert: int) -> int:
-    return expert * d.top_k * (d.F_expert + d.D) if d.E else d.F
+def _head_features(d: DecoderConfig) -> float:
+    """Features of the query heads and kv heads of a layer, on average."""
+    return sum((layer.mixer.N + layer.mixer.K) * layer.mixer.H for layer in d.layers) / d.L
+
+
+def _ffw(d: DecoderConfig, expert: int) -> float:
+    """Features per token within the feed-forward part of a layer, on average."""
+
+    def features(ffn: MLPConfig | MoEConfig) -> int:
+        return expert * ffn.top_k * (ffn.F + d.D) if isinstance(ffn, MoEConfig) else ffn.F
+
+    return sum(features(layer.ffn) for layer in d.layers) / d.L
 
 
 def _recompute_seconds(
@@ -243,7 +254,7 @@ def _passes_seconds(
     chip, d = job.machine.chip, sizes.decoder
     tp, s, e, wide = sizes.tensor, sizes.sequence, sizes.expert, sizes.item_bytes
     seq_len = job.lengths.prompt + job.lengths.response
-    attention = 2 * 2 * d.L * d.N * d.H * seq_len / 2
+    attention = 2 * 2 * score_features(d) * seq_len / 2
     in_layers = 2 * (sizes.active_params - sizes.head * (1 if d.tied else 2)) + attention
     local = sizes.calls * sizes.call_tokens / sizes.stage  # tokens, each in all layers
     rate = tp * chip.rate("f32" if wide == 4 else "bf16")
@@ -256,7 +267,7 @@ def _passes_seconds(
         * wide
         * (
             _collective_seconds(chip, 2 * 2 * d.D, tp, tp)
-            + _collective_seconds(chip, 2 * (d.N + d.K) * d.H / tp, s, s * tp)
+            + _collective_seconds(chip, 2 * _head_features(d) / tp, s, s * tp)
             + _collective_seconds(chip, 2 * e * d.D, e, e * s * tp)
         )
     )
@@ -264,13 +275,13 @@ def _passes_seconds(
         sent = sizes.calls * sizes.call_tokens * wide * d.D / sizes.residual
         activations += sent / _rate(chip, len(job.machine.devices))
     forward = _overlapped(compute, gather) + activations
-    active = d.top_k * d.F_expert if d.E else d.F
+    active = sum(layer.ffn.active_features for layer in d.layers)
     recompute = _recompute_seconds(
         settings.remat,
         d.L // sizes.stage,
         compute=compute,
         attention=local * attention / rate,
-        mlp=local * 2 * 3 * d.L * d.D * active / rate if sizes.n_chunks > 1 else 0.0,
+        mlp=local * 2 * 3 * d.D * active / rate if sizes.n_chunks > 1 else 0.0,
         other=activations,
         copies=2 * d.L * local * wide * d.D / chip.host_bytes_per_s,
     )

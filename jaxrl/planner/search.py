@@ -208,7 +208,7 @@ def meshes(job: Job) -> Iterator[dict[str, int]]:
     n, node = len(machine.devices), machine.chip.node or len(machine.devices)
     row, rules = max(cfg.learner.row_lens), training_rules(cfg)
     divisors = [size for size in range(1, n + 1) if n % size == 0]
-    stages = [size for size in divisors if decoder.L % size == 0 and row % size == 0]
+    stages = [size for size in divisors if decoder.n_periods % size == 0 and row % size == 0]
     if cfg.model.layers == "list":
         stages = [1]
     axes = divisors, divisors, divisors, divisors, stages
@@ -217,7 +217,7 @@ def meshes(job: Job) -> Iterator[dict[str, int]]:
         if n % inner or tensor > node or (sequence > 1 and row < MIN_SHARD_LEN * sequence):
             continue
         least = machine.chip.node or LEAST_REPLICA
-        if (expert > 1 and not decoder.E) or (outer > 1 and n // outer < least):
+        if (expert > 1 and not decoder.expert_layers) or (outer > 1 and n // outer < least):
             continue
         if stage > 1 and not machine.chip.node:
             continue

@@ -13,7 +13,7 @@ from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.requirements import needs_old_logp, needs_ref, needs_ref_logp, shares_base
 from jaxrl.learner.state import init_opt_state
-from jaxrl.models.config import DecoderConfig, for_platform
+from jaxrl.models.config import DecoderConfig, MLPConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.kv_cache import page_bytes
 from jaxrl.models.lora import split, with_adapters
@@ -251,7 +251,9 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
     cfg, d, params, head = facts.cfg, facts.decoder, facts.params, facts.decoder.V * facts.decoder.D
     size = collections.defaultdict(lambda: 1, settings.mesh)
     tp, s, e, stage = size["tensor"], size["sequence"], size["expert"], size["stage"]
-    experts = 3 * d.L * d.E * d.F_expert * d.D
+    experts = sum(3 * ffn.E * ffn.F * d.D for ffn in d.expert_layers)
+    active = sum(3 * ffn.top_k * ffn.F * d.D for ffn in d.expert_layers)
+    mlps = sum(3 * layer.ffn.F * d.D for layer in d.layers if isinstance(layer.ffn, MLPConfig))
     ends = head * (1 if d.tied else 2) / tp
     layer = (((params - experts) + experts / e) / tp - ends) / d.L
     gathered = layer * d.L / stage + ends
@@ -283,13 +285,13 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         optimizer_bytes=held * facts.optimizer_bytes / sharing,
         gradient_bytes=4 * trained / summing,
         step_parts=d.L if stage == 1 and facts.steps_by_layer else 1,
-        active_params=params - experts * (1 - d.top_k / d.E if d.E else 0),
+        active_params=params - experts + active,
         head=head,
         gathered=gathered,
         held=held,
         trained=trained,
         layer=layer,
-        mlp=(experts / e / d.L if d.E else 3 * d.F * d.D) / tp,
+        mlp=(experts / e + mlps) / d.L / tp,
         mlp_chunk=settings.mlp_chunk,
         residual=tp if cfg.learner.shard_residual else 1,
         stacked=facts.stacked or stage > 1,

@@ -22,7 +22,8 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.families import entries
-from jaxrl.models.families.gemma3 import IMAGE_ENTRIES
+from jaxrl.models.families.fields import global_rope
+from jaxrl.models.families.gemma3 import IMAGE_ENTRIES, local_rope
 from jaxrl.models.files.hf_config import FAMILIES, config_from_hf, config_to_hf
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.tensor_shapes import expected_shapes
@@ -31,6 +32,7 @@ from scripts.pages import model_fields
 from scripts.seeded_weights import seeded_tensor, seeded_tokens
 from sharding import TRAIN
 from tests.marks import graded
+from tests.models.resized import windows
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "models" / "golden_configs"
@@ -173,28 +175,29 @@ def test_the_page_of_the_tables_is_up_to_date():
 def test_f3_windows_of_qwen3_moe_are_on_every_layer():
     """transformers has no max_window_layers in this family."""
     window = dict(use_sliding_window=True, sliding_window=5)
-    assert read("qwen3_moe", **window).windows == (5, 5, 5)
-    assert read("qwen3_moe", **window, max_window_layers=2).windows == (5, 5, 5)
-    assert read("qwen3_moe", use_sliding_window=True).windows == (4096,) * 3
-    assert read("qwen3_moe", sliding_window=5).windows == ()
+    assert windows(read("qwen3_moe", **window)) == (5, 5, 5)
+    assert windows(read("qwen3_moe", **window, max_window_layers=2)) == (5, 5, 5)
+    assert windows(read("qwen3_moe", use_sliding_window=True)) == (4096,) * 3
+    assert windows(read("qwen3_moe", sliding_window=5)) == (0, 0, 0)
 
 
 def test_f3_softcaps_of_gemma3_are_refused_where_transformers_ignores_them():
     with pytest.raises(ValueError, match=r"attn_logit_softcapping is 50.0.*ignores"):
         read("gemma3_text", attn_logit_softcapping=50.0)
     assert read("gemma3_text", final_logit_softcapping=30.0).logit_softcap == 30.0
-    assert read("gemma2").attn_softcap == 50.0  # the default of transformers
+    assert read("gemma2").layers[0].mixer.softcap == 50.0  # the default of transformers
 
 
 def test_f3_rope_scaling_replaces_rope_parameters():
     new = dict(rope_type="default", rope_theta=5e5)
     for model_type in ("llama", "qwen2", "mixtral"):
-        rope = read(model_type, rope_parameters=new, rope_scaling=YARN | dict(rope_theta=5e5)).rope
+        cfg = read(model_type, rope_parameters=new, rope_scaling=YARN | dict(rope_theta=5e5))
+        rope = global_rope(cfg)
         assert (rope.kind, rope.theta, rope.factor, rope.original_len) == ("yarn", 5e5, 4.0, 16)
-    same = read("llama", rope_parameters=new, rope_theta=5e5, rope_scaling=YARN).rope
+    same = global_rope(read("llama", rope_parameters=new, rope_theta=5e5, rope_scaling=YARN))
     assert (same.kind, same.theta) == ("yarn", 5e5)
-    assert read("llama", rope_parameters=new, rope_scaling={}).rope == Rope(theta=5e5)
-    assert read("llama", rope_parameters=new, rope_scaling=None).rope == Rope(theta=5e5)
+    assert global_rope(read("llama", rope_parameters=new, rope_scaling={})) == Rope(theta=5e5)
+    assert global_rope(read("llama", rope_parameters=new, rope_scaling=None)) == Rope(theta=5e5)
 
 
 @pytest.mark.parametrize("top", [{}, dict(rope_theta=300.0)], ids=["absent", "other"])
@@ -208,7 +211,8 @@ def test_f3_rope_scaling_that_would_change_the_base_is_refused(top):
 def test_f3_the_original_length_at_the_top_level_comes_first():
     for scaling in ("rope_scaling", "rope_parameters"):
         entry = {scaling: YARN}
-        assert read("llama", **entry, original_max_position_embeddings=32).rope.original_len == 32
+        cfg = read("llama", **entry, original_max_position_embeddings=32)
+        assert global_rope(cfg).original_len == 32
     with pytest.raises(ValueError, match="original_max_position_embeddings is 32"):
         read("gemma3_text", rope_scaling=YARN, original_max_position_embeddings=32)
 
@@ -261,7 +265,6 @@ def test_an_unknown_field_is_refused_unless_it_is_off(model_type):
         ("qwen2", dict(layer_types=MIXED, sliding_window=8), "sliding_window is None"),
         ("qwen3", dict(layer_types=["full_attention"]), "layer_types has 1 entries for 3 layers"),
         ("qwen3_moe", dict(shared_expert_intermediate_size=20), "shared_expert_intermediate_size"),
-        ("qwen3_moe", dict(mlp_only_layers=[0]), "mlp_only_layers"),
         ("gemma2", dict(sliding_window=None), "sliding_window is None"),
         ("gemma2", dict(hidden_activation="gelu"), "hidden_activation is 'gelu'"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
@@ -285,12 +288,12 @@ def test_an_unknown_family_is_refused_as_such_and_not_over_a_field(model_type):
 
 def test_absent_fields_get_the_defaults_of_the_class_in_transformers():
     """Mistral's class has a window unless the file sets it to null."""
-    assert read("mistral").windows == (4096,) * 3
-    assert read("mistral", sliding_window=None).windows == ()
-    assert read("mistral", num_attention_heads=8, num_key_value_heads=None).K == 8
+    assert windows(read("mistral")) == (4096,) * 3
+    assert windows(read("mistral", sliding_window=None)) == (0, 0, 0)
+    assert read("mistral", num_attention_heads=8, num_key_value_heads=None).layers[0].mixer.K == 8
     without = {key: value for key, value in config("mistral", num_attention_heads=16).items()}
     del without["num_key_value_heads"]
-    assert config_from_hf(without).K == 8
+    assert config_from_hf(without).layers[0].mixer.K == 8
 
 
 def image_and_text(text: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -312,13 +315,14 @@ LOCAL_ROPES = [
 
 @pytest.mark.parametrize("ropes", LOCAL_ROPES, ids=["rope_scaling", "rope_parameters"])
 def test_image_and_text_folders_keep_the_scaling_of_the_local_rope(ropes, tmp_path):
-    cfg = config_from_hf(image_and_text(ropes))
-    assert cfg.rope == Rope(theta=5e5, kind="linear", factor=8.0)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    cfg = config_from_hf(image_and_text(ropes | dict(layer_types=types)))
+    assert global_rope(cfg) == Rope(theta=5e5, kind="linear", factor=8.0)
     scaled = Rope(theta=300.0, kind="linear", factor=2.0)
-    assert cfg.local_rope == (scaled if "rope_parameters" in ropes else Rope())
+    assert local_rope(cfg) == (scaled if "rope_parameters" in ropes else Rope())
     assert config_from_hf(config_to_hf(cfg)) == cfg
     assert config_from_hf(through_transformers(config_to_hf(cfg), tmp_path)) == cfg
-    resaved = through_transformers(image_and_text(ropes), tmp_path)
+    resaved = through_transformers(image_and_text(ropes | dict(layer_types=types)), tmp_path)
     assert config_from_hf(resaved) == cfg
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxrl.checkpoint.checkpointer import Checkpointer, best_step
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.config.keys import CheckpointConfig
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import init_params, partition_specs
 from jaxrl.types import TrainState
@@ -28,7 +28,7 @@ HOST = {"data": {"epoch": 3, "order": [4, 1, 0]}, "seed": 2**53 + 1}
 
 
 def tiny(**changes) -> DecoderConfig:
-    return DecoderConfig(
+    return uniform_decoder(
         "llama",
         **({"L": 3, "D": 8, "N": 4, "K": 2, "H": 4, "F": 16, "V": 32, "tied": True} | changes),
     )

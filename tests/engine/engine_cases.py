@@ -14,7 +14,7 @@ from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.logprob import token_scores
-from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.config import DecoderConfig, Rope, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
@@ -23,12 +23,12 @@ from sharding.rules import DECODE, TRAIN, Rules
 SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=512, max_len=512)
 GEMMA = dict(post_norms=True, unit_offset=True, act="gelu_tanh", embed_scale=8.0, tied=True)
 FAMILIES = {
-    "llama": DecoderConfig(family="llama", **SHAPE, rope=Rope(500_000.0, "llama3", 8.0)),
-    "qwen2": DecoderConfig(family="qwen2", **SHAPE, qkv_bias=True, tied=True),
-    "qwen3": DecoderConfig(family="qwen3", **SHAPE, qk_norm=True),
-    "mistral": DecoderConfig(family="mistral", **SHAPE, windows=(48, 48)),
-    "gemma2": DecoderConfig(
-        family="gemma2",
+    "llama": uniform_decoder("llama", **SHAPE, rope=Rope(500_000.0, "llama3", 8.0)),
+    "qwen2": uniform_decoder("qwen2", **SHAPE, qkv_bias=True, tied=True),
+    "qwen3": uniform_decoder("qwen3", **SHAPE, qk_norm=True),
+    "mistral": uniform_decoder("mistral", **SHAPE, windows=(48, 48)),
+    "gemma2": uniform_decoder(
+        "gemma2",
         **SHAPE,
         **GEMMA,
         windows=(32, 0),
@@ -36,13 +36,13 @@ FAMILIES = {
         logit_softcap=30.0,
         attn_scale=0.3,
     ),
-    "gemma3": DecoderConfig(
-        family="gemma3", **SHAPE, **GEMMA, windows=(32, 0), qk_norm=True, local_rope=Rope(10_000.0)
+    "gemma3": uniform_decoder(
+        "gemma3", **SHAPE, **GEMMA, windows=(32, 0), qk_norm=True, local_rope=Rope(10_000.0)
     ),
-    "qwen3_moe": DecoderConfig(
-        family="qwen3_moe", **SHAPE, E=8, top_k=3, F_expert=32, qk_norm=True, norm_topk=True
+    "qwen3_moe": uniform_decoder(
+        "qwen3_moe", **SHAPE, E=8, top_k=3, F_expert=32, qk_norm=True, norm_topk=True
     ),
-    "mixtral": DecoderConfig(family="mixtral", **SHAPE, E=4, top_k=2, F_expert=96),
+    "mixtral": uniform_decoder("mixtral", **SHAPE, E=4, top_k=2, F_expert=96),
 }
 SMALL = RolloutConfig(
     max_num_seqs=8, max_num_batched_tokens=256, page_len=64, steps_per_dispatch=8, n_pages=32

@@ -27,6 +27,7 @@ from tests.engine.engine_cases import (
     trainer_logps,
 )
 from tests.marks import graded
+from tests.models.resized import resized
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -209,7 +210,7 @@ def test_the_device_reads_the_trainers_own_arrays(llama):
 
 def test_decode_copies_neither_weights_nor_pool(llama):
     cfg, params = llama
-    engine = make_engine(dataclasses.replace(cfg, V=4096, F=2048), n_pages=256)
+    engine = make_engine(resized(cfg, V=4096, F=2048), n_pages=256)
     params = make_params(engine.cfg)
     compiled = programs.decode.lower(
         params,
@@ -317,7 +318,8 @@ def test_requests_that_can_never_run_are_rejected(llama):
 
 def test_the_pool_takes_what_memory_utilization_leaves(llama, monkeypatch):
     cfg, _ = llama
-    page = 2 * cfg.L * cfg.K * 64 * cfg.H * 4  # bytes: keys and values, all layers, float32
+    mixer = cfg.layers[0].mixer
+    page = 2 * cfg.L * mixer.K * 64 * mixer.H * 4  # bytes: keys and values, all layers, float32
 
     def with_memory(n_pages_left: float) -> PagedEngine:
         memory = dict(bytes_limit=1000 * page, bytes_in_use=int((500 - n_pages_left) * page))

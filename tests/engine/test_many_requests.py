@@ -9,11 +9,11 @@ import pytest
 from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from sharding.rules import DECODE
 from tests.engine.engine_cases import make_params
 
-MICRO = DecoderConfig(family="llama", L=1, D=16, N=2, K=1, H=8, F=16, V=32, max_len=256)
+MICRO = uniform_decoder("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=32, max_len=256)
 LARGE = RolloutConfig(
     max_num_seqs=128, max_num_batched_tokens=8192, steps_per_dispatch=2, n_pages=100
 )

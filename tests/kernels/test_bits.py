@@ -16,7 +16,7 @@ import pytest
 
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN, rsqrt
 from jaxrl.kernels.logprob import token_scores
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.packed import forward_packed
@@ -31,8 +31,8 @@ jit = functools.partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
 
 B, S, CHUNK, PREFILLED = 3, 100, 32, 64
 LLAMAS = {
-    "gqa": DecoderConfig("llama", L=2, D=64, N=4, K=2, H=16, F=128, V=300, tied=True),
-    "mha": DecoderConfig("llama", L=2, D=96, N=3, K=3, H=32, F=200, V=512),
+    "gqa": uniform_decoder("llama", L=2, D=64, N=4, K=2, H=16, F=128, V=300, tied=True),
+    "mha": uniform_decoder("llama", L=2, D=96, N=3, K=3, H=32, F=200, V=512),
 }
 
 

@@ -14,7 +14,7 @@ from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.kernels.ring_attention import ring_attention
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.compiled.cost import program_cost
@@ -110,8 +110,8 @@ def test_ragged_paged_attention_compiles(chips, tensor, heads, page_len, T, opti
 )
 def test_an_engine_with_quantized_pages_compiles(chips, kv_dtype):
     """Uses `columns` and does not copy the pool in every layer."""
-    cfg = DecoderConfig(
-        family="qwen2",
+    cfg = uniform_decoder(
+        "qwen2",
         L=4,
         D=256,
         N=4,
@@ -153,7 +153,7 @@ def test_an_engine_with_quantized_pages_compiles(chips, kv_dtype):
 def test_decode_copies_no_experts_of_stacked_layers(chips, sizes, dtype):
     E, D, F, L = 128, 1024, 384, 4  # 192 of F on each of two devices do not fill its lanes
     attention = dict(N=4, K=4, H=128, V=1024, max_len=512, stacked=True)
-    cfg = DecoderConfig(
+    cfg = uniform_decoder(
         "qwen3_moe", L=L, D=D, F=F, E=E, top_k=2, F_expert=F, base_dtype=dtype, **attention
     )
     rollout = RolloutConfig(max_num_seqs=64, max_num_batched_tokens=512, page_len=128)

@@ -21,9 +21,10 @@ from jaxrl.learner.step import make_update, make_value_update
 from jaxrl.models.decoder import decoder_specs
 from sharding import PIPELINE, TRAIN, ULYSSES, Rules, make_mesh
 from tests.learner.tiny_policy import MODEL, batches, new_params, rollouts, run_config
+from tests.models.resized import resized
 
 CRITIC = dataclasses.replace(MODEL, heads=("score",))
-STAGED = dataclasses.replace(CRITIC, L=2, stacked=True)  # one layer for each pipeline stage
+STAGED = resized(CRITIC, L=2, stacked=True)  # one layer for each pipeline stage
 BOTH = dataclasses.replace(MODEL, heads=("vocab", "score"))
 RNG = np.random.default_rng(3)
 

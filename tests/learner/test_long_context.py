@@ -1,6 +1,5 @@
 """Memory of updates with rows of up to 32,768 tokens on 8 devices: Ulysses, ring and both."""
 
-import dataclasses
 import functools
 
 import jax
@@ -13,14 +12,15 @@ from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.programs import abstract_batch
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_update
-from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.config import Rope, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from sharding import make_mesh
 from tests.learner.tiny_policy import QUICK_COMPILE
+from tests.models.resized import resized
 
 YARN = Rope(theta=1e6, kind="yarn", factor=4.0, original_len=8192, attention_factor=1.1386294)
-MODEL = DecoderConfig(
-    family="qwen2", L=1, D=32, N=8, K=2, H=8, F=64, V=64, tied=True, qkv_bias=True, rope=YARN
+MODEL = uniform_decoder(
+    "qwen2", L=1, D=32, N=8, K=2, H=8, F=64, V=64, tied=True, qkv_bias=True, rope=YARN
 )
 METHODS = {
     "ulysses": dict(sequence_parallel="ulysses"),
@@ -38,11 +38,11 @@ def run_config(row_len: int, method: str, n_devices: int, xla: tuple[str, ...] =
 
 
 @functools.cache
-def temporaries(row_len: int, method: str, n_devices: int, n_kv_heads: int = MODEL.K) -> int:
+def temporaries(row_len: int, method: str, n_devices: int, n_kv_heads: int = 2) -> int:
     """Bytes per device that the gradient of one row needs besides its arguments and results."""
     cfg = run_config(row_len, method, n_devices, QUICK_COMPILE)
     rules = training_rules(cfg)
-    specs = decoder_specs(dataclasses.replace(MODEL, K=n_kv_heads))
+    specs = decoder_specs(resized(MODEL, K=n_kv_heads))
     mesh = make_mesh(sequence=n_devices)
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(cfg.learner, 10, specs)

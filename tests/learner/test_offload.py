@@ -25,11 +25,12 @@ from sharding import (
 )
 from tests.learner.tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
 from tests.marks import graded
+from tests.models.resized import resized
 
 CFG = run_config(old_logp="rollout")
 BATCHES = batches(rollouts(), row_len=32, token_budget=64, n_ranks=4)
 MESH = dict(fsdp=4)
-STACKED = dataclasses.replace(MODEL, L=2, stacked=True)
+STACKED = resized(MODEL, L=2, stacked=True)
 ADAPTERS = dataclasses.replace(STACKED, lora=LoRA(rank=4, alpha=8.0))
 
 

@@ -22,15 +22,16 @@ from tests.learner.tiny_policy import (
     rollouts,
     run_config,
 )
+from tests.models.resized import resized
 
 # Two micro-batches of four rows of 128 tokens; each is pipelined through the stages.
 BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)
 CFG = run_config(old_logp="rollout", entropy_coef=0.01)
 REMAT = run_config(dict(remat="full"), old_logp="rollout", entropy_coef=0.01)
 BALANCED = run_config(dict(router_aux_coef=0.5), old_logp="rollout")
-STACKED = dataclasses.replace(MODEL, L=2, stacked=True)
+STACKED = resized(MODEL, L=2, stacked=True)
 TENSOR_STAGES = TENSOR.with_stages()
-DEEP = dataclasses.replace(STACKED, L=4, windows=(9, 0, 0, 20))
+DEEP = resized(STACKED, L=4, windows=(9, 0, 0, 20))
 
 
 @functools.cache
@@ -89,7 +90,7 @@ def test_1f1b_shares_rows_and_heads(layout):
 
 
 def test_a_model_in_stages_is_saved_and_loaded_bit_for_bit(tmp_path):
-    model = dataclasses.replace(STACKED, L=4)
+    model = resized(STACKED, L=4)
     with jax.set_mesh(make_mesh(stage=2, fsdp=2, tensor=2)):
         params = new_params(model=model, rules=PIPELINE)
         save_model(tmp_path / "model", params)
@@ -150,7 +151,7 @@ def test_the_router_load_of_stages_is_that_of_one_device():
 @pytest.mark.slow
 def test_rows_that_tensor_does_not_divide_have_the_gradients_of_one_device():
     """Stages then keep the residual stream whole: 62 positions over 4 devices."""
-    model = dataclasses.replace(STACKED, K=4)
+    model = resized(STACKED, K=4)
     batch = jax.tree.map(lambda a: a[:, :62], BATCHES[0])
 
     def loss(params, b, rules):

@@ -17,8 +17,9 @@ from jaxrl.types import Batch
 from sharding import PIPELINE, TRAIN, make_mesh
 from tests.learner.test_prefixes import VALUES, packed
 from tests.learner.tiny_policy import MODEL, QUICK_COMPILE, host_params, put_params, run_config
+from tests.models.resized import resized
 
-STACKED = dataclasses.replace(MODEL, L=2, stacked=True)
+STACKED = resized(MODEL, L=2, stacked=True)
 # Eight rows of 64 tokens with shared prefixes, values and returns.
 ROWS = [p.batch for p in packed(True, VALUES, row_len=32)][:8]
 BATCH = join_batches(ROWS)

@@ -32,6 +32,7 @@ from tests.learner.tiny_policy import (
     run_config,
     update_once,
 )
+from tests.models.resized import resized
 
 N = 4  # samples per prompt
 
@@ -119,7 +120,7 @@ def test_scores_are_those_of_separate_sequences():
     assert_same(*found)
 
 
-DEEP = dataclasses.replace(MODEL, L=2, stacked=True, windows=(9, 0), attn_softcap=5.0)
+DEEP = resized(MODEL, L=2, stacked=True, windows=(9, 0), attn_softcap=5.0)
 MODELS = {
     "windows, caps and remat": (dict(learner=dict(remat="full")), DEEP),
     "adapters": ({}, dataclasses.replace(MODEL, lora=LoRA(rank=4, alpha=8.0))),
@@ -156,7 +157,7 @@ def test_a_shared_critic_has_the_gradient_of_separate_sequences():
 )
 def test_every_mesh_has_the_gradient_of_separate_sequences(name):
     mesh, rules, n_ranks = MESHES[name]
-    model = dataclasses.replace(MODEL, L=2, stacked=True)
+    model = resized(MODEL, L=2, stacked=True)
     got, want = both(run_config(old_logp="rollout"), model, mesh=mesh, rules=rules, n_ranks=n_ranks)
     assert_same(got, want)
 

@@ -1,6 +1,5 @@
 """Master weights, moving averages and the abstract train state."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -20,6 +19,7 @@ from jaxrl.models.decoder import decoder_specs
 from sharding import copy_tree, make_mesh
 from sharding.rules import TRAIN
 from tests.learner.tiny_policy import MODEL, new_params, run_config
+from tests.models.resized import resized
 
 NO = jnp.zeros((), bool)
 
@@ -106,7 +106,7 @@ DEFAULT_STATES = [({}, "float32", False), (MIXED, "bfloat16", True)]
     [pytest.param(*x, marks=[pytest.mark.thorough] * (x not in DEFAULT_STATES)) for x in STATES],
 )
 def test_the_abstract_state_matches_a_real_state(mesh, dtype, stacked):
-    model, dtype = dataclasses.replace(MODEL, L=2, stacked=stacked), jnp.dtype(dtype)
+    model, dtype = resized(MODEL, L=2, stacked=stacked), jnp.dtype(dtype)
     devices = make_mesh(**mesh)
     with jax.set_mesh(devices):
         specs = decoder_specs(model)

@@ -31,6 +31,7 @@ from tests.learner.tiny_policy import (
     update_once,
 )
 from tests.marks import graded
+from tests.models.resized import resized
 
 ROLLOUTS = rollouts()
 ONE = dict(row_len=32, token_budget=512)
@@ -148,7 +149,7 @@ def test_full_kl_with_a_plus_has_its_value_and_the_gradient_of_k2(one_device):
 
 @pytest.mark.thorough
 def test_stacked_layers_give_the_loss_and_gradient_of_listed_ones():
-    listed = dataclasses.replace(MODEL, L=2)
+    listed = resized(MODEL, L=2)
     stacked = dataclasses.replace(listed, stacked=True)
     cfg = run_config(aggregation="token_mean", old_logp="rollout", entropy_coef=0.01)
     micro_batches = batches(ROLLOUTS, **ONE)

@@ -21,21 +21,21 @@ from jaxrl.data.packing import pack
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, take_tokens
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.spec import init_params, is_spec, partition_specs
 from jaxrl.types import TrainingSample
 from sharding import Rules, make_mesh
 from sharding.rules import TRAIN
+from tests.models.resized import resized
 
-MODEL = DecoderConfig(
-    family="qwen2", L=1, D=16, N=4, K=2, H=8, F=32, V=64, tied=True, qkv_bias=True
-)
-MOE = DecoderConfig(
+MODEL = uniform_decoder("qwen2", L=1, D=16, N=4, K=2, H=8, F=32, V=64, tied=True, qkv_bias=True)
+MOE = resized(
+    MODEL,
     family="qwen3_moe",
     L=2,
-    **{name: getattr(MODEL, name) for name in ("D", "N", "K", "H", "F", "V", "tied")},
+    qkv_bias=False,
     E=4,
     top_k=2,
     F_expert=16,

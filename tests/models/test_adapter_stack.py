@@ -1,6 +1,5 @@
 """Tokens of one forward pass that use different adapters."""
 
-import dataclasses
 import itertools
 import warnings
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.adapter_stack import choose_adapters
-from jaxrl.models.config import DecoderConfig, LoRA
+from jaxrl.models.config import LoRA, uniform_decoder
 from jaxrl.models.decoder import init_model
 from jaxrl.models.files.adapter import save_adapter, warn_of_other_base
 from jaxrl.models.files.adapter_stack import stack_adapters
@@ -19,8 +18,9 @@ from jaxrl.models.packed import forward_packed
 from sharding.rules import TRAIN
 from tests.engine.test_adapters import ALL, stack, with_adapter
 from tests.marks import graded
+from tests.models.resized import resized
 
-TINY = DecoderConfig("llama", L=1, D=16, N=4, K=2, H=8, F=24, V=32)
+TINY = uniform_decoder("llama", L=1, D=16, N=4, K=2, H=8, F=24, V=32)
 
 
 @pytest.mark.parametrize(("base", "warns"), [("hub/base-7b", False), ("hub/other-7b", True)])
@@ -63,7 +63,7 @@ CASES = {
 )
 def test_every_row_has_the_numbers_of_its_adapter(one_device, tmp_path, case, stacked):
     changes, loras = CASES[case]
-    base = init_model(dataclasses.replace(TINY, stacked=stacked, **changes), seed=0, rules=TRAIN)
+    base = init_model(resized(TINY, stacked=stacked, **changes), seed=0, rules=TRAIN)
     models = [with_adapter(base, lora, seed) for seed, lora in enumerate(loras)]
     both = stack(base, models, tmp_path, TRAIN)
     tokens = np.tile(np.arange(16, dtype=np.int32), (3, 1))
@@ -77,7 +77,7 @@ def test_every_row_has_the_numbers_of_its_adapter(one_device, tmp_path, case, st
 
 
 def test_adapters_of_experts_need_no_magnitudes(one_device, tmp_path):
-    base = init_model(dataclasses.replace(TINY, **EXPERTS), seed=0, rules=TRAIN)
+    base = init_model(resized(TINY, **EXPERTS), seed=0, rules=TRAIN)
     experts = with_adapter(base, LoRA(2, 4.0, targets=("w1",)), 0)
     save_adapter(tmp_path, experts, base="base")
     config = tmp_path / "adapter_config.json"

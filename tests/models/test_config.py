@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.models.config import DecoderConfig, Rope, for_platform
+from jaxrl.models.config import Rope, for_platform, uniform_decoder
+from tests.models.resized import resized
 
-TINY = DecoderConfig("llama", L=1, D=16, N=2, K=1, H=8, F=32, V=64, tied=True)
+TINY = uniform_decoder("llama", L=1, D=16, N=2, K=1, H=8, F=32, V=64, tied=True)
 
 
 def run(**model):
@@ -42,6 +43,6 @@ def test_a_kernel_of_another_platform_is_refused(key, name, platform, needs):
 
 def test_yarn_extends_the_longest_sequence():
     rope = Rope(kind="yarn", factor=4.0, original_len=2048)
-    assert dataclasses.replace(TINY, max_len=2048, rope=rope).context_len == 8192
-    assert dataclasses.replace(TINY, max_len=16384, rope=rope).context_len == 16384
-    assert dataclasses.replace(TINY, max_len=2048, rope=Rope(kind="linear")).context_len == 2048
+    assert resized(TINY, max_len=2048, rope=rope).context_len == 8192
+    assert resized(TINY, max_len=16384, rope=rope).context_len == 16384
+    assert resized(TINY, max_len=2048, rope=Rope(kind="linear")).context_len == 2048

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import Decoder, init_model
 from jaxrl.models.mesh_check import check_mesh
 from sharding import TRAIN, make_mesh
+from tests.models.resized import resized
 
-CFG = DecoderConfig(family="qwen2", L=2, D=16, N=4, K=2, H=8, F=32, V=64, qkv_bias=True)
+CFG = uniform_decoder("qwen2", L=2, D=16, N=4, K=2, H=8, F=32, V=64, qkv_bias=True)
 
 
 def by_name(model: Decoder, layer: int) -> dict[str, np.ndarray]:
@@ -42,8 +43,8 @@ def test_list_and_stacked_layers_start_from_the_same_numbers(one_device):
 
 @pytest.mark.thorough
 def test_a_stack_of_one_layer_keeps_its_layer_axis(one_device):
-    model = init_model(dataclasses.replace(CFG, L=1, stacked=True), seed=1, rules=TRAIN)
-    assert model.layers.mlp.up.w.shape == (1, CFG.F, CFG.D)
+    model = init_model(resized(CFG, L=1, stacked=True), seed=1, rules=TRAIN)
+    assert model.layers.mlp.up.w.shape == (1, 32, CFG.D)
 
 
 def test_a_mesh_changes_the_shards_and_not_the_numbers():
@@ -53,7 +54,7 @@ def test_a_mesh_changes_the_shards_and_not_the_numbers():
         spread = init_model(CFG, seed=3, rules=TRAIN)
         weight = spread.layers[0].mlp.up.w
         assert weight.sharding.spec == jax.P("tensor", "fsdp")
-        assert weight.addressable_shards[0].data.shape == (CFG.F // 2, CFG.D // 4)
+        assert weight.addressable_shards[0].data.shape == (16, CFG.D // 4)
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True):
         # The random bits are equal; XLA's inverse error function differs in the last bit by vector
         # width.

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxrl.config.keys import LoRAConfig
-from jaxrl.models.config import DecoderConfig, LoRA
+from jaxrl.models.config import LoRA, uniform_decoder
 from jaxrl.models.decoder import decoder_specs, init_model
 from jaxrl.models.lora import (
     adapters,
@@ -21,8 +21,9 @@ from jaxrl.models.lora import (
 )
 from jaxrl.models.spec import is_spec
 from sharding.rules import TRAIN
+from tests.models.resized import resized
 
-TINY = DecoderConfig("llama", L=2, D=16, N=4, K=2, H=8, F=24, V=32)
+TINY = uniform_decoder("llama", L=2, D=16, N=4, K=2, H=8, F=24, V=32)
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -169,7 +170,7 @@ def test_without_adapters_everything_is_trained():
     )
 
 
-MIXTURE = dataclasses.replace(TINY, family="qwen3_moe", E=4, top_k=2, F_expert=24)
+MIXTURE = resized(TINY, family="qwen3_moe", E=4, top_k=2, F_expert=24)
 
 
 def test_experts_have_adapters_if_they_are_named():

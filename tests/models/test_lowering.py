@@ -1,20 +1,20 @@
 """The layers of a list are traced and lowered once: a start does not depend on their number."""
 
-import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.paged import forward_paged
 from jaxrl.models.spec import init_params
 from sharding import DECODE, TRAIN
+from tests.models.resized import resized
 
-CFG = DecoderConfig("llama", L=4, D=32, N=2, K=1, H=16, F=64, V=64, tied=True)
+CFG = uniform_decoder("llama", L=4, D=32, N=2, K=1, H=16, F=64, V=64, tied=True)
 IDS = jax.ShapeDtypeStruct((2, 64), jnp.int32)
 
 
@@ -45,7 +45,7 @@ def test_layers_of_two_windows_are_two_functions(one_device):
     def score(model, tokens, segments, positions):
         return forward_packed(model, tokens, segments, positions, rules=TRAIN)
 
-    cfg = dataclasses.replace(CFG, windows=(32, 0, 32, 0))
+    cfg = resized(CFG, windows=(32, 0, 32, 0))
     assert lowered_layers(score, abstract_model(cfg), IDS, IDS, IDS) == (2, 4)
 
 

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import abstract_params, count_params
 from sharding import RING, TRAIN, ULYSSES, Rules, abstract_mesh, bytes_per_device, make_mesh
+from tests.models.resized import resized
 
-QWEN2_7B = DecoderConfig(
-    family="qwen2",
+QWEN2_7B = uniform_decoder(
+    "qwen2",
     L=28,
     D=3584,
     N=28,
@@ -33,7 +34,7 @@ QWEN2_7B = DecoderConfig(
     qkv_bias=True,
     stacked=True,
 )
-SMALL = DecoderConfig(family="llama", L=6, D=128, N=4, K=2, H=32, F=256, V=256, tied=True)
+SMALL = uniform_decoder("llama", L=6, D=128, N=4, K=2, H=32, F=256, V=256, tied=True)
 ROW_LEN = 64
 
 
@@ -115,9 +116,7 @@ def test_a_7b_model_type_checks_with_sharded_rows(rules, sizes):
     ],
 )
 def test_a_70b_model_type_checks_with_stages_sequence_and_tensor(rules):
-    cfg = DecoderConfig(
-        family="llama", L=80, D=8192, N=64, K=8, H=128, F=28672, V=128256, stacked=True
-    )
+    cfg = uniform_decoder("llama", L=80, D=8192, N=64, K=8, H=128, F=28672, V=128256, stacked=True)
     mesh = abstract_mesh(256, stage=2, fsdp=2, sequence=8, tensor=8)
     rules = rules.with_stages()
     logits, grads = abstract_forward(cfg, mesh, rules=rules, row_len=32768)
@@ -161,7 +160,7 @@ def compiled_gradient(cfg: DecoderConfig, remat: str, **sizes: int) -> tuple[str
 @pytest.mark.thorough
 def test_fsdp_gathers_weights_sums_gradients_and_keeps_no_whole_copy():
     """XLA on CPU all-reduces gradients and slices; other backends may reduce-scatter."""
-    cfg = dataclasses.replace(SMALL, L=16, stacked=True)
+    cfg = resized(SMALL, L=16, stacked=True)
     n_bytes = 4 * count_params(decoder_specs(cfg))
     text, memory = compiled_gradient(cfg, "full", fsdp=8)
     assert re.search(r"\ball-gather\(", text)

@@ -3,7 +3,6 @@
 Tests of jaxrl/models/decoder.py, jaxrl/models/families/ and jaxrl/models/layers/.
 """
 
-import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxrl.models.packed import forward_packed, forward_routed
 from jaxrl.models.spec import is_spec
 from sharding import TRAIN
 from tests.marks import graded
+from tests.models.resized import resized
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
@@ -82,7 +82,9 @@ def test_the_load_balancing_loss_is_that_of_transformers(name, one_device):
     positions = jnp.concatenate([jnp.arange(n) for n in (40, 3, 40, 5)])
     routed = jax.jit(functools.partial(forward_routed, rules=TRAIN))
     _, load = routed(model, row[None], segments[None], positions[None])
-    assert load.count.sum() == 2 * 80 * model.cfg.top_k  # layers, tokens, experts of a token
+    assert (
+        load.count.sum() == 2 * 80 * model.cfg.expert_layers[0].top_k
+    )  # layers, tokens, experts of a token
     expected = np.load(GOLDEN / name / "golden.npz")["aux_loss"]
     np.testing.assert_allclose(float(balance_loss(load, load)), expected, rtol=1e-5)
 
@@ -116,7 +118,7 @@ def test_the_checkpoints_depend_on_each_field_of_their_family(name, plain, one_d
     """With one field reset to its default the logits differ, so parity tests that field."""
     tokens, expected = golden(name)
     cfg, model = load_model(GOLDEN / name, rules=TRAIN)
-    other = decoder_specs(dataclasses.replace(cfg, **plain))
+    other = decoder_specs(resized(cfg, **plain))
     layout = jax.tree.structure(other, is_leaf=is_spec)
     model = jax.tree.unflatten(layout, jax.tree.leaves(model))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

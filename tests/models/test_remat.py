@@ -15,14 +15,14 @@ import pytest
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxrl.models import decoder
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.layers import mlp
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
 from sharding import TRAIN
 
-CFG = DecoderConfig("llama", L=2, D=64, N=4, K=2, H=16, F=128, V=96, tied=True)
+CFG = uniform_decoder("llama", L=2, D=64, N=4, K=2, H=16, F=128, V=96, tied=True)
 T = 64
 
 

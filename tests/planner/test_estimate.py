@@ -20,6 +20,7 @@ from jaxrl.planner.search import (
 )
 from jaxrl.planner.sizes import CandidateSettings, model_sizes
 from jaxrl.planner.topology import Topology
+from tests.models.resized import resized
 from tests.planner.tiny_job import GIB, LENGTHS, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
 
@@ -198,7 +199,7 @@ def test_estimates_include_the_model_of_a_role(changes, role):
     without = estimate(job(run()), MESH)
     small, large = (
         estimate(job(cfg, role_decoders={role: model}), MESH)
-        for model in (SMALL, dataclasses.replace(TINY, L=8))
+        for model in (SMALL, resized(TINY, L=8))
     )
     assert small.bytes < large.bytes and small.step_s < large.step_s
     assert large.bytes > without.bytes and large.step_s > without.step_s
@@ -242,7 +243,7 @@ def test_offline_jobs_have_no_rollout():
 @pytest.mark.thorough
 def test_estimated_memory_agrees_with_the_compiled_plan():
     """The state of a larger model dominates: weights, moments, gradients and reference."""
-    model = dataclasses.replace(TINY, D=256, F=1024, V=1024)
+    model = resized(TINY, D=256, F=1024, V=1024)
     cfg = run()
     plan = make_plan(cfg, model, machine(), lengths=LENGTHS)
     live = max(phase.live_bytes for phase in plan.phases.values())

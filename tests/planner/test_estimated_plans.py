@@ -107,4 +107,4 @@ def test_estimates_agree_with_compiled_plans(name, rollout):
     decode_s = rollout_seconds(job, model_sizes(job, "policy", chosen), free)
     assert decode_s / plan.rollout_s == pytest.approx(rollout, abs=0.1)
     training = (step_seconds(job, chosen, memory) - decode_s) / (plan.step_s - plan.rollout_s)
-    assert (0.4 if job.decoder.E else 0.7) < training < 1.0
+    assert (0.4 if job.decoder.expert_layers else 0.7) < training < 1.0

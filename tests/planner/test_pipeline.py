@@ -10,9 +10,10 @@ from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.programs import run_programs
 from jaxrl.planner.report import pipeline_text
 from sharding import MESH_AXES, PIPELINE, make_mesh
+from tests.models.resized import resized
 from tests.planner.tiny_run import TINY, run
 
-DEEP = dataclasses.replace(TINY, L=16)
+DEEP = resized(TINY, L=16)
 
 
 def staged(rows: int, **changes):

@@ -45,6 +45,7 @@ from jaxrl.planner.report import as_text
 from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.topology import Topology, topology
 from sharding import bytes_per_device, make_mesh
+from tests.models.resized import resized
 from tests.planner.tiny_run import TINY, run
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -269,7 +270,7 @@ def test_the_larger_sums_of_gradients_count_in_host_memory(plan):
     cfg = run(
         learner__offload=("optimizer", "gradients"), algorithm__advantage="gae", critic__path="c"
     )
-    larger = {"critic": dataclasses.replace(TINY, L=2 * TINY.L)}
+    larger = {"critic": resized(TINY, L=2 * TINY.L)}
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, plan.chip.memory_bytes, larger)
     critic = parts.resident["critic"]
@@ -425,7 +426,7 @@ def test_an_int8_rollout_has_smaller_weights_and_pages(plan):
 @pytest.mark.thorough
 def test_a_separate_critic_has_its_own_state_and_programs(plan):
     """The critic is sharded over fsdp 2 x tensor 4 and has half the policy's width."""
-    small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
+    small = resized(TINY, D=32, N=4, K=4, H=8, F=64)
     cfg = run(algorithm__advantage="gae", critic__token_budget=512)
     own = dataclasses.replace(cfg.critic, mesh=RoleConfig(tensor=4))
     cfg = dataclasses.replace(cfg, critic=own)
@@ -455,7 +456,7 @@ def test_a_separate_critic_has_its_own_state_and_programs(plan):
 
 @pytest.mark.thorough
 def test_a_teacher_has_its_own_weights_and_scoring_program(plan):
-    small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
+    small = resized(TINY, D=32, N=4, K=4, H=8, F=64)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(
             run(algorithm__teacher="small"), TINY, CHIPS["cpu"].memory_bytes, {"teacher": small}
@@ -476,7 +477,7 @@ def test_a_reward_model_has_its_own_weights_and_scoring_program(plan):
 
     It has its own token budget.
     """
-    small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
+    small = resized(TINY, D=32, N=4, K=4, H=8, F=64)
     cfg = run(reward_model__path="judge", reward_model__token_budget=512)
     own = dataclasses.replace(cfg.reward_model, mesh=RoleConfig(tensor=4))
     cfg = dataclasses.replace(cfg, reward_model=own)

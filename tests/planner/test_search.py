@@ -25,6 +25,7 @@ from jaxrl.planner.search import (
 )
 from jaxrl.planner.sizes import CandidateSettings, model_sizes
 from jaxrl.planner.topology import Topology
+from tests.models.resized import resized
 from tests.planner.tiny_job import GIB, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
 
@@ -76,7 +77,7 @@ def test_meshes_depend_on_model_row_length_and_network():
     assert sizes(cfg, TINY, slices, "stage") == {1}
     assert sizes(cfg, TINY, machine(), "stage") == {1}
     assert sizes(cfg, TINY, nodes, "stage") == {1, 2}
-    assert sizes(cfg, dataclasses.replace(TINY, L=3), nodes, "stage") == {1}
+    assert sizes(cfg, resized(TINY, L=3), nodes, "stage") == {1}
     assert sizes(run(model__layers="list"), TINY, nodes, "stage") == {1}
 
 

@@ -8,11 +8,12 @@ from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.sizes import CandidateSettings, Job
 from jaxrl.planner.topology import Topology
+from tests.models.resized import resized
 from tests.planner.tiny_run import TINY, run
 
 LENGTHS = Lengths(64, 64)
 GIB = 2**30
-SMALL = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
+SMALL = resized(TINY, D=32, N=4, K=4, H=8, F=64)
 MESH = CandidateSettings({"fsdp": 8}, 256, "full")
 OFFLOADS = {
     (),

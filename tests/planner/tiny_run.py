@@ -2,10 +2,10 @@
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 
-TINY = DecoderConfig(
-    family="qwen2", L=2, D=64, N=4, K=2, H=16, F=128, V=256, tied=True, qkv_bias=True, stacked=True
+TINY = uniform_decoder(
+    "qwen2", L=2, D=64, N=4, K=2, H=16, F=128, V=256, tied=True, qkv_bias=True, stacked=True
 )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.spec import init_params
@@ -53,7 +53,7 @@ def model_folder(tmp_path_factory, tokenizer_folder):
     """
     folder = tmp_path_factory.mktemp("served") / "model"
     with jax.set_mesh(make_mesh()):
-        cfg = DecoderConfig(family="llama", **SHAPE)
+        cfg = uniform_decoder("llama", **SHAPE)
         params = init_params(jax.random.key(1), decoder_specs(cfg), TRAIN, jnp.float32)
         save_model(folder, jax.tree.map(lambda w: w * 4.0 if w.ndim > 1 else w, params))
     return shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)

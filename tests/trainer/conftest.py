@@ -1,6 +1,5 @@
 """Fixtures with tiny random models and a config that trains one on one-digit sums in seconds."""
 
-import dataclasses
 import json
 
 import jax
@@ -13,14 +12,15 @@ from jaxrl.config.resolve import default_config
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import init_model
 from jaxrl.models.files.hf_save import save_model
 from sharding import make_mesh
 from sharding.rules import TRAIN
+from tests.models.resized import resized
 from tests.trainer.tiny_episodes import AGENT, ENVIRONMENTS
 
-LLAMA = DecoderConfig("llama", L=1, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
+LLAMA = uniform_decoder("llama", L=1, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -33,14 +33,14 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory):
     """Folder of the tiny Llama with two layers, one per pipeline stage."""
-    cfg = dataclasses.replace(LLAMA, L=2)
+    cfg = resized(LLAMA, L=2)
     return write_model(tmp_path_factory.mktemp("two_layers") / "model", cfg)
 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory):
     """Folder of the tiny Llama with two layers and separate embeddings and unembedding."""
-    cfg = dataclasses.replace(LLAMA, L=2, tied=False)
+    cfg = resized(LLAMA, L=2, tied=False)
     return write_model(tmp_path_factory.mktemp("untied") / "model", cfg)
 
 
@@ -48,7 +48,7 @@ def untied(tmp_path_factory):
 def tiny_experts(tmp_path_factory):
     """Folder of a Mixtral with one layer and four experts, two of them active per token."""
     sizes = dict(L=1, D=32, N=4, K=2, H=8, F=32, V=260, tied=True, max_len=256)
-    cfg = DecoderConfig("mixtral", **sizes, E=4, top_k=2, F_expert=32)
+    cfg = uniform_decoder("mixtral", **sizes, E=4, top_k=2, F_expert=32)
     return write_model(tmp_path_factory.mktemp("experts") / "model", cfg)
 
 

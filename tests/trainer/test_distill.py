@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.resolve import resolve
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import init_model
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.train import train
@@ -21,7 +21,7 @@ from sharding.rules import TRAIN
 def write_teacher(folder: Path, student: Path, vocab: int) -> Path:
     """Saves a wider teacher with large weights, so peaked logits, and the student's tokenizer."""
     shutil.copytree(student, folder)
-    cfg = DecoderConfig("llama", L=1, D=48, N=6, K=3, H=8, F=32, V=vocab, max_len=256)
+    cfg = uniform_decoder("llama", L=1, D=48, N=6, K=3, H=8, F=32, V=vocab, max_len=256)
     with jax.set_mesh(make_mesh()):
         model = init_model(cfg, seed=3, rules=TRAIN)
         save_model(folder, jax.tree.map(lambda p: p * (8.0 if p.ndim > 1 else 1.0), model))

@@ -22,6 +22,7 @@ from jaxrl.models.spec import hf_names, is_spec, map_specs
 from jaxrl.train import train
 from jaxrl.types import TrainState
 from tests.marks import graded
+from tests.models.resized import resized
 from tests.trainer.conftest import LLAMA, write_model
 
 
@@ -74,7 +75,7 @@ def saved_run(request, tiny_config, two_layers):
     run = resolve(tiny_config)
     run.run_path.mkdir()
     (run.run_path / "config.json").write_text(to_json(run))
-    cfg = dataclasses.replace(LLAMA, L=2, stacked=request.param == "stacked")
+    cfg = resized(LLAMA, L=2, stacked=request.param == "stacked")
     critic_cfg = dataclasses.replace(cfg, heads=("score",))
     policy = values_of(cfg, 0, ml_dtypes.bfloat16)
     average, critic = values_of(cfg, 1), values_of(critic_cfg, 2)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.config.resolve import resolve
 from jaxrl.data.packing import pack, sequence_lens
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.trainer import metrics
@@ -16,7 +16,7 @@ from jaxrl.trainer.core import Clock, Core
 from jaxrl.types import Prompt, Rollout, TrainState
 from tests.trainer.phases.test_mini_batches import config, samples_of
 
-MODEL = DecoderConfig("llama", L=1, D=16, N=2, K=2, H=8, F=32, V=64)
+MODEL = uniform_decoder("llama", L=1, D=16, N=2, K=2, H=8, F=32, V=64)
 
 
 def packed():

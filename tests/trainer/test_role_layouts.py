@@ -12,7 +12,7 @@ from jaxrl.config.resolve import resolve, resolve_evaluation
 from jaxrl.evaluate import evaluate
 from jaxrl.kernels.quantized import dequantize
 from jaxrl.layout import check_idle_policy, rollout_layout
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import init_model
 from jaxrl.models.lora import add_adapters, combine, split, with_adapters
 from jaxrl.train import train
@@ -20,7 +20,7 @@ from sharding import bytes_per_device, make_mesh
 from sharding.rules import TRAIN
 
 NUMBERS = ("reward/mean", "loss/total", "optim/grad_norm", "mismatch/logp_diff_max")
-MODEL = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=64, max_len=256)
+MODEL = uniform_decoder("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=64, max_len=256)
 
 
 def steps(config) -> list[dict]:

@@ -6,7 +6,7 @@ transformers 5 writes `layer_types`; older files have `sliding_window_pattern` o
 
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.config import DecoderConfig, Rope, uniform_decoder
 from jaxrl.models.families.rotary import GLOBAL, LOCAL, ConfigJson, read_rope, scaling_json
 
 # Name of an activation in config.json -> ours. The first name of each of ours is written.
@@ -19,20 +19,25 @@ ACTIVATIONS = {
 
 
 def base_config(
-    c: ConfigJson, family: str, *, rope: Rope | None = None, act: str = "hidden_act"
+    c: ConfigJson,
+    family: str,
+    *,
+    rope: Rope | None = None,
+    act: str = "hidden_act",
+    **more: Any,
 ) -> DecoderConfig:
     """The fields that every family has; absent keys get transformers' defaults.
 
     `rope` None: read from `c`, with the default base of most families. `act` is the entry of the
-    activation.
+    activation. `more` are further fields of `uniform_decoder`.
     """
     N, D = c["num_attention_heads"], c["hidden_size"]
     activation = c.get(act) or "silu"
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"{act} is {activation!r}, which is not known; known: {known}")
-    return DecoderConfig(
-        family=family,
+    return uniform_decoder(
+        family,
         L=c["num_hidden_layers"],
         D=D,
         N=N,
@@ -45,29 +50,42 @@ def base_config(
         act=ACTIVATIONS[activation],
         max_len=c["max_position_embeddings"],
         rope=rope or read_rope(c),
+        **more,
     )
 
 
 def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """The inverse of `base_config`, with the keys that select transformers' model class."""
-    act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == cfg.act)
+    mixer, ffn, rope = cfg.layers[0].mixer, cfg.layers[0].ffn, global_rope(cfg)
+    act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == ffn.act)
     return dict(
         architectures=[architecture],
         model_type=model_type,
         hidden_size=cfg.D,
-        intermediate_size=cfg.F,
+        intermediate_size=cfg.dense_F or ffn.F,
         num_hidden_layers=cfg.L,
-        num_attention_heads=cfg.N,
-        num_key_value_heads=cfg.K,
-        head_dim=cfg.H,
+        num_attention_heads=mixer.N,
+        num_key_value_heads=mixer.K,
+        head_dim=mixer.H,
         vocab_size=cfg.V,
         max_position_embeddings=cfg.max_len,
         rms_norm_eps=cfg.norm_eps,
         tie_word_embeddings=cfg.tied,
         hidden_act=act,
-        rope_theta=cfg.rope.theta,
-        rope_scaling=scaling_json(cfg.rope),
+        rope_theta=rope.theta,
+        rope_scaling=scaling_json(rope),
     )
+
+
+def global_rope(cfg: DecoderConfig) -> Rope:
+    """The rotary embedding of layers without a window; of all layers if each has one."""
+    ropes = [layer.mixer.rope for layer in cfg.layers if not layer.mixer.window]
+    return ropes[0] if ropes else cfg.layers[0].mixer.rope
+
+
+def largest_window(cfg: DecoderConfig) -> int | None:
+    """`sliding_window` of config.json; None if no layer has one."""
+    return max(layer.mixer.window for layer in cfg.layers) or None
 
 
 def read_windows(c: ConfigJson, window: int | None, default_types: list[str]) -> tuple[int, ...]:

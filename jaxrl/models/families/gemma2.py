@@ -4,10 +4,9 @@ Local and global layers alternate, scores and logits are soft-capped, and each b
 before and after.
 """
 
-import dataclasses
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import entries, fields
 
 READ = (
@@ -44,9 +43,7 @@ DEFAULTS: dict[str, Any] = dict(
 )
 
 
-def gemma_config(
-    c: fields.ConfigJson, family: str, *, period: int, rope: Rope | None = None
-) -> DecoderConfig:
+def gemma_config(c: fields.ConfigJson, family: str, *, period: int, **more: Any) -> DecoderConfig:
     """The config fields that Gemma 2 and 3 share; every `period`-th layer is global."""
     if c.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported; use a causal checkpoint")
@@ -54,8 +51,10 @@ def gemma_config(
     act = "hidden_activation"
     c = {**c, act: c[act] or DEFAULTS[act]}
     types = fields.local_global_pattern(c["num_hidden_layers"], period)
-    return dataclasses.replace(
-        fields.base_config(c, family, rope=rope, act=act),
+    return fields.base_config(
+        c,
+        family,
+        act=act,
         windows=fields.read_windows(c, c["sliding_window"], types),
         qkv_bias=bias,
         o_bias=bias,
@@ -65,6 +64,7 @@ def gemma_config(
         attn_softcap=softcap(c["attn_logit_softcapping"]),
         logit_softcap=softcap(c["final_logit_softcapping"]),
         embed_scale=c["hidden_size"] ** 0.5,
+        **more,
     )
 
 
@@ -74,15 +74,16 @@ def softcap(value: float | int | None) -> float | None:
 
 def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """The inverse of `gemma_config`."""
-    scalar = cfg.scale**-2
+    mixer = cfg.layers[0].mixer
+    scalar = mixer.score_scale**-2
     base = fields.base_json(cfg, model_type, architecture)
     return base | dict(
         hidden_activation=base["hidden_act"],
-        attention_bias=cfg.qkv_bias,
+        attention_bias=mixer.qkv_bias,
         query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
-        attn_logit_softcapping=cfg.attn_softcap,
+        attn_logit_softcapping=mixer.softcap,
         final_logit_softcapping=cfg.logit_softcap,
-        sliding_window=max(cfg.windows, default=0) or None,
+        sliding_window=fields.largest_window(cfg),
         layer_types=fields.layer_types(cfg),
     )
 

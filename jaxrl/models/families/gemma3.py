@@ -4,10 +4,9 @@ Five local layers per global one, each kind with its own rotary base; queries an
 normalized per head.
 """
 
-import dataclasses
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.families import entries, fields, gemma2, rotary
 
 ENTRIES = entries.Entries(
@@ -48,8 +47,8 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
         )
     rope, local = rotary.read_layer_ropes(c, theta=1_000_000.0, local_theta=10_000.0)
     period = c.get("sliding_window_pattern") or 6
-    return dataclasses.replace(
-        gemma2.gemma_config(c, "gemma3", period=period, rope=rope), local_rope=local, qk_norm=True
+    return gemma2.gemma_config(
+        c, "gemma3", period=period, rope=rope, local_rope=local, qk_norm=True
     )
 
 
@@ -79,12 +78,18 @@ def text_part(config: fields.ConfigJson) -> fields.ConfigJson:
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    local = cfg.local_rope or cfg.rope
+    by_type = {rotary.GLOBAL: fields.global_rope(cfg), rotary.LOCAL: local_rope(cfg)}
+    local = by_type[rotary.LOCAL]
     base = gemma2.gemma_json(cfg, "gemma3_text", "Gemma3ForCausalLM")
     base |= dict(rope_local_base_freq=local.theta)
     if local.kind == "default":
         return base
     # Only the newer entry has a scaling of the local layers.
-    by_type = {rotary.GLOBAL: cfg.rope, rotary.LOCAL: local}
     parameters = {name: rotary.parameters_json(rope) for name, rope in by_type.items()}
     return base | dict(rope_parameters=parameters)
+
+
+def local_rope(cfg: DecoderConfig) -> Rope:
+    """The rotary embedding of layers with a window; of all layers if none has one."""
+    ropes = [layer.mixer.rope for layer in cfg.layers if layer.mixer.window]
+    return ropes[0] if ropes else cfg.layers[0].mixer.rope

@@ -1,9 +1,8 @@
 """Llama 2 and 3 (https://arxiv.org/abs/2407.21783); also SmolLM2 and TinyLlama."""
 
-import dataclasses
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, MLPConfig
 from jaxrl.models.families import entries, fields
 
 ENTRIES = entries.Entries(
@@ -16,8 +15,9 @@ ENTRIES = entries.Entries(
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     bias = c.get("attention_bias", False)
-    return dataclasses.replace(
-        fields.base_config(c, "llama"),
+    return fields.base_config(
+        c,
+        "llama",
         windows=fields.uniform_windows(c, None),
         qkv_bias=bias,
         o_bias=bias,
@@ -27,4 +27,6 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = fields.base_json(cfg, "llama", "LlamaForCausalLM")
-    return base | dict(attention_bias=cfg.qkv_bias, mlp_bias=cfg.mlp_bias)
+    mixer, ffn = cfg.layers[0].mixer, cfg.layers[0].ffn
+    assert isinstance(ffn, MLPConfig)
+    return base | dict(attention_bias=mixer.qkv_bias, mlp_bias=ffn.bias)

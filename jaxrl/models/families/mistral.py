@@ -3,7 +3,6 @@
 With `layer_types`, transformers reads a config of this type as Ministral: windows by layer.
 """
 
-import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
@@ -19,14 +18,12 @@ DEFAULTS: dict[str, Any] = dict(num_key_value_heads=8, sliding_window=4096)  # o
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     c = DEFAULTS | dict(c)
     window = c["sliding_window"]
-    return dataclasses.replace(
-        fields.base_config(c, "mistral"),
-        windows=fields.read_windows(c, window, fields.uniform_types(c, window)),
-    )
+    windows = fields.read_windows(c, window, fields.uniform_types(c, window))
+    return fields.base_config(c, "mistral", windows=windows)
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = fields.base_json(cfg, "mistral", "MistralForCausalLM")
     types = fields.layer_types(cfg)
     by_layer = dict(layer_types=types) if len(set(types)) > 1 else {}
-    return base | dict(sliding_window=max(cfg.windows, default=0) or None) | by_layer
+    return base | dict(sliding_window=fields.largest_window(cfg)) | by_layer

@@ -1,6 +1,5 @@
 """Mixtral (https://arxiv.org/abs/2401.04088): Mistral with experts whose weights sum to 1."""
 
-import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
@@ -20,8 +19,10 @@ DEFAULTS: dict[str, Any] = dict(num_key_value_heads=8, rms_norm_eps=1e-5)  # of 
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     c = DEFAULTS | dict(c)
-    return dataclasses.replace(
-        fields.base_config(c, "mixtral", rope=rotary.read_rope(c, theta=1e6)),
+    return fields.base_config(
+        c,
+        "mixtral",
+        rope=rotary.read_rope(c, theta=1e6),
         windows=fields.uniform_windows(c, c.get("sliding_window")),
         E=fields.n_experts(c),
         top_k=c["num_experts_per_tok"],
@@ -32,6 +33,9 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = fields.base_json(cfg, "mixtral", "MixtralForCausalLM")
+    experts = cfg.expert_layers[0]
     return base | dict(
-        num_local_experts=cfg.E, num_experts_per_tok=cfg.top_k, sliding_window=cfg.window(0) or None
+        num_local_experts=experts.E,
+        num_experts_per_tok=experts.top_k,
+        sliding_window=fields.largest_window(cfg),
     )

@@ -1,6 +1,5 @@
 """Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671): biases on query, key and value."""
 
-import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
@@ -41,9 +40,7 @@ def windows_json(cfg: DecoderConfig) -> dict[str, Any]:
 
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
-    return dataclasses.replace(
-        fields.base_config(DEFAULTS | dict(c), "qwen2"), windows=windows(c), qkv_bias=True
-    )
+    return fields.base_config(DEFAULTS | dict(c), "qwen2", windows=windows(c), qkv_bias=True)
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:

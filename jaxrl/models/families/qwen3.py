@@ -1,6 +1,5 @@
 """Qwen3, dense (https://arxiv.org/abs/2505.09388): queries and keys normalized per head."""
 
-import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
@@ -17,8 +16,9 @@ DEFAULTS: dict[str, Any] = dict(num_key_value_heads=32, head_dim=128)  # of tran
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     bias = c.get("attention_bias", False)
-    return dataclasses.replace(
-        fields.base_config(DEFAULTS | dict(c), "qwen3"),
+    return fields.base_config(
+        DEFAULTS | dict(c),
+        "qwen3",
         windows=qwen2.windows(c),
         qkv_bias=bias,
         o_bias=bias,
@@ -28,4 +28,4 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = fields.base_json(cfg, "qwen3", "Qwen3ForCausalLM")
-    return base | qwen2.windows_json(cfg) | dict(attention_bias=cfg.qkv_bias)
+    return base | qwen2.windows_json(cfg) | dict(attention_bias=cfg.layers[0].mixer.qkv_bias)

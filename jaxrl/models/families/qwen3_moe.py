@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, MLPConfig
 from jaxrl.models.families import entries, fields, qwen2
 
 ENTRIES = entries.Entries(
@@ -28,17 +28,12 @@ DEFAULTS: dict[str, Any] = dict(num_key_value_heads=4)  # of transformers
 
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
-    """Raises ValueError for models with dense layers."""
-    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
-    if dense or step != 1:
-        raise ValueError(
-            f"qwen3_moe with mlp_only_layers={dense} and decoder_sparse_step={step} has dense "
-            "layers among those with experts, which is not supported; use a model with experts in "
-            "every layer"
-        )
+    """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
+    only, step = set(c.get("mlp_only_layers") or []), c.get("decoder_sparse_step", 1)
     bias = c.get("attention_bias", False)
-    return dataclasses.replace(
-        fields.base_config(DEFAULTS | dict(c), "qwen3_moe"),
+    cfg = fields.base_config(
+        DEFAULTS | dict(c),
+        "qwen3_moe",
         windows=fields.uniform_windows(c, qwen2.used_window(c)),
         qkv_bias=bias,
         o_bias=bias,
@@ -48,17 +43,26 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
         F_expert=c["moe_intermediate_size"],
         norm_topk=c.get("norm_topk_prob", False),
     )
+    mlp = MLPConfig(c["intermediate_size"], cfg.expert_layers[0].act)
+    layers = [
+        dataclasses.replace(layer, ffn=mlp) if i in only or (i + 1) % step else layer
+        for i, layer in enumerate(cfg.layers)
+    ]
+    return dataclasses.replace(cfg, layers=tuple(layers))
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
+    window, experts = fields.largest_window(cfg), cfg.expert_layers[0]
+    ffns = enumerate(layer.ffn for layer in cfg.layers)
+    dense = {i: ffn for i, ffn in ffns if isinstance(ffn, MLPConfig)}
     return fields.base_json(cfg, "qwen3_moe", "Qwen3MoeForCausalLM") | dict(
-        use_sliding_window=bool(cfg.window(0)),
-        sliding_window=cfg.window(0) or None,
-        attention_bias=cfg.qkv_bias,
-        num_experts=cfg.E,
-        num_experts_per_tok=cfg.top_k,
-        moe_intermediate_size=cfg.F_expert,
-        norm_topk_prob=cfg.norm_topk,
+        use_sliding_window=bool(window),
+        sliding_window=window,
+        attention_bias=cfg.layers[0].mixer.qkv_bias,
+        num_experts=experts.E,
+        num_experts_per_tok=experts.top_k,
+        moe_intermediate_size=experts.F,
+        norm_topk_prob=experts.norm_topk,
         decoder_sparse_step=1,
-        mlp_only_layers=[],
+        mlp_only_layers=list(dense),
     )

@@ -119,15 +119,19 @@ def wrong(key: str, value: Any, expected: str) -> ValueError:
 def check_decoder(cfg: DecoderConfig) -> None:
     """Raises ValueError if the sizes contradict each other, or imply far too many tensors."""
     errors = []
-    if cfg.H < 2 or cfg.H % 2:
-        errors.append(f"head size {cfg.H} ({cfg.D} features, {cfg.N} heads) is not even")
-    if cfg.N % cfg.K:
-        errors.append(f"{cfg.N} attention heads are not a multiple of {cfg.K} key-value heads")
-    if len(cfg.windows) not in (0, cfg.L):
-        errors.append(f"layer_types has {len(cfg.windows)} entries for {cfg.L} layers")
-    if cfg.E and cfg.top_k > cfg.E:
-        errors.append(f"{cfg.top_k} experts per token of {cfg.E} experts")
-    if cfg.L * max(cfg.E, 1) > MAX_BLOCKS:
-        errors.append(f"{cfg.L} layers of {cfg.E} experts are more than {MAX_BLOCKS} blocks")
+    for mixer in dict.fromkeys(layer.mixer for layer in cfg.layers):
+        if mixer.H < 2 or mixer.H % 2:
+            errors.append(f"head size {mixer.H} ({cfg.D} features, {mixer.N} heads) is not even")
+        if mixer.N % mixer.K:
+            errors.append(
+                f"{mixer.N} attention heads are not a multiple of {mixer.K} key-value heads"
+            )
+    for ffn in dict.fromkeys(cfg.expert_layers):
+        if ffn.top_k > ffn.E:
+            errors.append(f"{ffn.top_k} experts per token of {ffn.E} experts")
+    n_experts = sum(ffn.E for ffn in cfg.expert_layers)
+    if n_experts > MAX_BLOCKS:
+        errors.append(f"{cfg.L} layers with {n_experts} experts are more than {MAX_BLOCKS} blocks")
+    errors = list(dict.fromkeys(errors))
     if errors:
         raise ValueError(f"{'; '.join(errors)}; use the model's own config.json")

@@ -328,14 +328,13 @@ def _materialize_backward(_, grad: jax.Array) -> tuple[jax.Array]:
 materialize_gradient.defvjp(lambda y: (y, None), _materialize_backward)
 
 
-def make_spec(prefix: str, n_stacked: int = 0) -> MakeParam:
-    """The `make` that fills a module with ParamSpecs; `n_stacked` layers get a leading axis."""
-    leading = (n_stacked,) if n_stacked else ()
+def make_spec(prefix: str, layers: range = range(0)) -> MakeParam:
+    """The `make` that fills a module with ParamSpecs; stacked `layers` get a leading axis."""
+    leading = (len(layers),) if layers else ()
 
     def make(name, shape, axes, *, init="normal", hf_shape=None, dtype=None) -> ParamSpec:
         stacked_axes = ("layers",) * len(leading) + tuple(axes)
-        return ParamSpec(
-            leading + tuple(shape), stacked_axes, init, prefix + name, hf_shape or shape, dtype
-        )
+        sizes, hf = leading + tuple(shape), prefix + name
+        return ParamSpec(sizes, stacked_axes, init, hf, hf_shape or shape, dtype, layers)
 
     return make

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, MLPConfig
 from jaxrl.models.layers.chunks import (
     apply_to_chunks,
     join_positions,
@@ -41,17 +41,17 @@ share_backward.defvjp(_share_forward, lambda _, grads: jax.lax.optimization_barr
 class MLP(nnx.Module):
     """act(x Wgᵀ) * (x Wuᵀ) Wdᵀ (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, make: MakeParam, cfg: DecoderConfig):
-        options: Any = dict(bias=cfg.mlp_bias, lora=cfg.lora, base_dtype=cfg.base_dtype)
+    def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MLPConfig):
+        options: Any = dict(bias=ffn.bias, lora=cfg.lora, base_dtype=cfg.base_dtype)
 
         def up(name: str) -> Linear:
             axes = ("ffw", "w_embed")
-            return Linear(make, name, "BTD,FD->BTF", (cfg.F, cfg.D), axes, **options)
+            return Linear(make, name, "BTD,FD->BTF", (ffn.F, cfg.D), axes, **options)
 
-        self.act = cfg.act
+        self.act = ffn.act
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
         self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
-        shape, axes = (cfg.D, cfg.F), ("w_embed", "ffw")
+        shape, axes = (cfg.D, ffn.F), ("w_embed", "ffw")
         self.down = Linear(make, "mlp.down_proj", "BTF,DF->BTD", shape, axes, **options)
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl import types
 from jaxrl.kernels.bits import materialize, row_sum
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, MoEConfig
 from jaxrl.models.layers.experts import ExpertMatrix, sharded_experts
 from jaxrl.models.layers.linear import Adapter
 from jaxrl.models.layers.stored import QUANTIZED, Axes, MakeParam, make_stored, stored_specs
@@ -58,11 +58,11 @@ class MoE(nnx.Module):
     divided by their sum, which equals the softmax over the k largest logits.
     """
 
-    def __init__(self, make: MakeParam, cfg: DecoderConfig):
-        router, expert, names = HF_NAMES[cfg.family]
-        E, F, D, lora = cfg.E, cfg.F_expert, cfg.D, cfg.lora
+    def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MoEConfig):
+        router, expert, names = HF_NAMES[ffn.names]
+        E, F, D, lora = ffn.E, ffn.F, cfg.D, cfg.lora
         hf, out_in = dict(zip(AXES, names, strict=True)), dict(gate=(F, D), up=(F, D), down=(D, F))
-        self.top_k, self.norm_topk, self.act = cfg.top_k, cfg.norm_topk, cfg.act
+        self.top_k, self.norm_topk, self.act = ffn.top_k, ffn.norm_topk, ffn.act
         self.implementation = cfg.grouped_matmul
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
         self.router = nnx.data(make(f"{router}.weight", (E, D), (None, "w_embed"), hf_shape=(E, D)))

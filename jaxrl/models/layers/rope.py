@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl import types
 from jaxrl.kernels.bits import materialize
-from jaxrl.models.config import ROPE_KINDS, Rope
+from jaxrl.models.config import ROPE_KINDS, AttentionConfig, Rope
 
 
 @struct.dataclass
@@ -23,10 +23,10 @@ class Rotation:
     amplitude: types.Array | None = None  # float32 [], factor of rotated pairs; None: 1
 
 
-def rotations(ropes: Sequence[Rope], head_dim: int) -> Rotation:
+def rotations(mixers: Sequence[AttentionConfig]) -> Rotation:
     """The rotary embeddings of layers, stacked."""
-    amplitudes = np.array([rope.attention_factor for rope in ropes], np.float32)
-    inv_freq = np.stack([inverse_frequencies(rope, head_dim) for rope in ropes])
+    amplitudes = np.array([mixer.rope.attention_factor for mixer in mixers], np.float32)
+    inv_freq = np.stack([inverse_frequencies(mixer.rope, mixer.H) for mixer in mixers])
     return Rotation(inv_freq, amplitudes if np.any(amplitudes != 1) else None)
 
 

@@ -109,7 +109,7 @@ def start_devices(
         keep_freed_memory()
     dtype, decoder = for_platform(cfg, decoder, backend)
     decoder = with_adapters(cfg.lora, decoder)
-    if cfg.learner.router_aux_coef and not decoder.E:
+    if cfg.learner.router_aux_coef and not decoder.expert_layers:
         raise ValueError(
             f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but "
             f"this {decoder.family} model has none; set it to 0"

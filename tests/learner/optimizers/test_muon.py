@@ -7,8 +7,6 @@
 # pyright: reportIndexIssue=false
 # pyright: reportOperatorIssue=false
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +20,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import ParamSpec, is_spec
 from tests.learner.optimizers.twins import numpy_newton_schulz
 from tests.learner.tiny_policy import MODEL
+from tests.models.resized import resized
 
 TALL = ParamSpec((24, 8), ("ffw", "w_embed"), "normal", "model.layers.0.up.weight", (24, 8))
 WIDE = ParamSpec((8, 24), ("w_embed", "ffw"), "normal", "model.layers.0.down.weight", (8, 24))
@@ -63,7 +62,7 @@ def test_the_rms_scale_gives_updates_of_the_size_of_adamw():
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_embedding_head_norms_and_biases_are_updated_by_adamw(stacked):
-    model = dataclasses.replace(MODEL, L=2, stacked=stacked, tied=False)
+    model = resized(MODEL, L=2, stacked=stacked, tied=False)
     specs = jax.tree.leaves(decoder_specs(model), is_leaf=is_spec)
     names = {spec.hf for spec in specs if not is_hidden_matrix(spec)}
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= names

@@ -16,8 +16,9 @@ from jaxrl.learner.optimizers.patterns import found_patterns, lr_factors, weight
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import hf_names, is_spec
 from tests.learner.tiny_policy import MODEL
+from tests.models.resized import resized
 
-MODELS = [dataclasses.replace(MODEL, L=3, stacked=stacked) for stacked in (False, True)]
+MODELS = [resized(MODEL, L=3, stacked=stacked) for stacked in (False, True)]
 
 
 def by_name(numbers, model) -> dict[str, float]:

@@ -22,8 +22,9 @@ from jaxrl.models.decoder import decoder_specs
 from sharding import TRAIN, bytes_per_device, make_mesh
 from tests.learner.tiny_policy import MODEL, host_params, new_params, put_params, stack_layers
 from tests.marks import graded
+from tests.models.resized import resized
 
-LISTED = dataclasses.replace(MODEL, L=2, D=64, H=16, F=64, V=96, tied=False)
+LISTED = resized(MODEL, L=2, D=64, H=16, F=64, V=96, tied=False)
 STACKED = dataclasses.replace(LISTED, stacked=True)
 MIXED = dict(replica=2, fsdp=2, tensor=2)
 LR = 1e-2
@@ -159,7 +160,7 @@ def test_blocks_of_layers_take_the_step_of_all_layers(kind, model, monkeypatch):
     jax.tree.map(close, *jax.device_get((at_once.params, in_blocks.params)))
 
 
-DEEP = dataclasses.replace(STACKED, L=24)
+DEEP = resized(STACKED, L=24)
 
 
 @pytest.mark.parametrize("kind", graded(["adamw int8", "muon", "muon int8"], default=["muon int8"]))

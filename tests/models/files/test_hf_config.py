@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-from jaxrl.models.config import Rope
+from jaxrl.models.config import MLPConfig, Rope
+from jaxrl.models.families.fields import global_rope
+from jaxrl.models.families.gemma3 import local_rope
 from jaxrl.models.files.hf_config import config_from_hf, config_to_hf
+from tests.models.resized import windows
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
@@ -63,14 +66,15 @@ def test_old_and_new_rope_fields_are_equivalent():
     )
     old = LLAMA | dict(rope_theta=5e5, rope_scaling=LLAMA3_SCALING)
     new = LLAMA | dict(rope_parameters=LLAMA3_SCALING | dict(rope_theta=5e5))
-    assert config_from_hf(old).rope == config_from_hf(new).rope == expected
+    assert global_rope(config_from_hf(old)) == global_rope(config_from_hf(new)) == expected
     oldest = LLAMA | dict(rope_scaling=dict(type="linear", factor=2))
-    assert config_from_hf(oldest).rope == Rope(kind="linear", factor=2.0)
+    assert global_rope(config_from_hf(oldest)) == Rope(kind="linear", factor=2.0)
 
 
 def test_absent_keys_get_the_defaults_of_transformers():
     cfg = config_from_hf(LLAMA)
-    assert (cfg.K, cfg.H, cfg.tied, cfg.rope.theta, cfg.windows) == (4, 16, False, 1e4, ())
+    mixer = cfg.layers[0].mixer
+    assert (mixer.K, mixer.H, cfg.tied, mixer.rope.theta, mixer.window) == (4, 16, False, 1e4, 0)
 
 
 def test_gemma3_of_an_old_file_gets_its_pattern_and_two_rotary_bases():
@@ -84,10 +88,11 @@ def test_gemma3_of_an_old_file_gets_its_pattern_and_two_rotary_bases():
         rope_scaling=dict(rope_type="linear", factor=8.0),
     )
     cfg = config_from_hf(config)
-    assert cfg.windows == (512, 512, 0, 512, 512, 0, 512)
-    assert cfg.rope == Rope(theta=1e6, kind="linear", factor=8.0)
-    assert cfg.local_rope == Rope(theta=1e4)
-    assert (cfg.V, cfg.H, cfg.scale) == (262_208, 256, 1 / 16)  # 256 ** -0.5
+    assert windows(cfg) == (512, 512, 0, 512, 512, 0, 512)
+    assert global_rope(cfg) == Rope(theta=1e6, kind="linear", factor=8.0)
+    assert local_rope(cfg) == Rope(theta=1e4)
+    mixer = cfg.layers[0].mixer
+    assert (cfg.V, mixer.H, mixer.score_scale) == (262_208, 256, 1 / 16)  # 256 ** -0.5
 
 
 def test_gemma3_with_images_gives_its_text_model():
@@ -97,10 +102,10 @@ def test_gemma3_with_images_gives_its_text_model():
 
 
 def test_qwen_windows_are_used_only_if_enabled():
-    windows = dict(sliding_window=32, max_window_layers=4)
-    qwen = LLAMA | dict(model_type="qwen2", num_key_value_heads=2) | windows
-    assert config_from_hf(qwen).windows == ()
-    assert config_from_hf(qwen | dict(use_sliding_window=True)).windows == (0, 0, 0, 0, 32, 32)
+    window = dict(sliding_window=32, max_window_layers=4)
+    qwen = LLAMA | dict(model_type="qwen2", num_key_value_heads=2) | window
+    assert windows(config_from_hf(qwen)) == (0,) * 6
+    assert windows(config_from_hf(qwen | dict(use_sliding_window=True))) == (0, 0, 0, 0, 32, 32)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +124,15 @@ def test_errors_name_the_unsupported_setting(change, message):
         config_from_hf(LLAMA | change)
 
 
-def test_qwen_with_dense_layers_among_sparse_ones_is_rejected():
-    config = golden_config("qwen3_moe")
-    for change in (dict(mlp_only_layers=[0]), dict(decoder_sparse_step=2)):
-        with pytest.raises(ValueError, match="has dense layers among those with experts"):
-            config_from_hf(config | change)
+def test_qwen_may_have_dense_layers_among_those_with_experts():
+    config = golden_config("qwen3_moe") | dict(num_hidden_layers=4)
+    dense = {}  # by their numbers
+    for change in (dict(mlp_only_layers=[1, 2]), dict(decoder_sparse_step=2)):
+        cfg = config_from_hf(config | change)
+        dense[str(change)] = [i for i, layer in enumerate(cfg.layers) if layer.ffn == MLPConfig(48)]
+        assert config_from_hf(config_to_hf(cfg)) == cfg
+        assert len(cfg.expert_layers) == 2
+    assert list(dense.values()) == [[1, 2], [0, 2]]
 
 
 def test_a_missing_key_is_named():
@@ -164,4 +173,4 @@ def test_entries_of_another_type_or_size_are_errors(change):
 def test_null_rope_parameters_of_a_layer_type_mean_the_default():
     config = golden_config("gemma3")
     config["rope_parameters"] = {"full_attention": None}
-    assert config_from_hf(config).rope == Rope(theta=1_000_000.0)
+    assert global_rope(config_from_hf(config)) == Rope(theta=1_000_000.0)

@@ -12,7 +12,7 @@ import pytest
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.kernels.grouped_matmul import triton
 from jaxrl.models import decoder
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import decoder_specs, init_model, restrict
 from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.layers.experts import ExpertMatrix, local_experts
@@ -27,7 +27,9 @@ from tests.marks import graded
 from tests.models.test_adapter_stack import hidden
 from tests.models.test_quantize import filled, numbers
 
-MIXTURE = DecoderConfig("qwen3_moe", L=2, D=16, N=4, K=2, H=8, F=24, V=32, E=8, top_k=2, F_expert=8)
+MIXTURE = uniform_decoder(
+    "qwen3_moe", L=2, D=16, N=4, K=2, H=8, F=24, V=32, E=8, top_k=2, F_expert=8
+)
 TOKENS = np.arange(8 * 16, dtype=np.int32).reshape(8, 16) % 32
 
 

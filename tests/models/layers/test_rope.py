@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.config import Rope
+from jaxrl.models.config import AttentionConfig, Rope
 from jaxrl.models.families.rotary import read_rope, scaling_json
 from jaxrl.models.layers.rope import inverse_frequencies, rotate, rotations
 
@@ -51,17 +51,21 @@ def test_the_original_length_is_that_of_the_model_unless_given():
     assert read(ratio).factor == 4.0  # 131072 / 32768
 
 
+def mixer(**rope) -> AttentionConfig:
+    return AttentionConfig(N=1, K=1, H=8, rope=Rope(**rope))
+
+
 def test_the_amplitude_scales_scores_by_its_square():
     q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 2, 8)), jnp.float32)
     positions = jnp.array([[0, 5, 40]])
     plain, scaled = (
-        rotate(q, positions, rotations([Rope(attention_factor=factor)], 8)) for factor in (1.0, 1.5)
+        rotate(q, positions, rotations([mixer(attention_factor=factor)])) for factor in (1.0, 1.5)
     )
     products = [jnp.einsum("BTNH,BSNH->BNTS", x, x) for x in (plain, scaled)]
     np.testing.assert_allclose(products[1], 2.25 * products[0], rtol=1e-5)
 
 
 def test_only_models_with_an_amplitude_multiply_by_it():
-    assert rotations([Rope(), Rope(kind="linear", factor=2.0)], 8).amplitude is None
-    both = rotations([Rope(), Rope(attention_factor=1.5)], 8)
+    assert rotations([mixer(), mixer(kind="linear", factor=2.0)]).amplitude is None
+    both = rotations([mixer(), mixer(attention_factor=1.5)])
     np.testing.assert_array_equal(both.amplitude, np.float32([1.0, 1.5]))

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.config.keys import DistributedConfig, RunConfig
 from jaxrl.engine.api import Request
 from jaxrl.layout import worker_layout
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import init_model
 from jaxrl.rollout.remote import groups as groups_module
 from jaxrl.rollout.remote.actors import ActorGroup, Actors, GroupActors, RayActors, WorkerLost
@@ -137,7 +137,7 @@ def test_an_error_waits_for_the_loss_that_may_have_caused_it(monkeypatch):
 
 # ---- real engines
 
-MODEL = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=32, V=64, tied=True, max_len=64)
+MODEL = uniform_decoder("llama", L=2, D=32, N=4, K=2, H=8, F=32, V=64, tied=True, max_len=64)
 
 
 @pytest.fixture

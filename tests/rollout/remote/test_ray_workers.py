@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.engine.api import EngineStats, Generated, Request
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.rollout.remote import actors
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import Version
@@ -90,7 +90,7 @@ def test_a_third_worker_on_a_new_host_raises_throughput_by_half(cluster, monkeyp
     import ray
 
     monkeypatch.setattr(actors, "RolloutWorker", WaitingWorker)
-    decoder = DecoderConfig("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=64, tied=True, max_len=64)
+    decoder = uniform_decoder("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=64, tied=True, max_len=64)
     settings = WorkerSettings(RunConfig(), decoder, jnp.dtype("float32"), (), "cpu", "")
     workers = actors.RayActors(ray, settings, {"CPU": 1}, {})
     pool = WorkerPool(workers, n_workers=2, max_workers=3, timeout_s=300.0)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.layout import worker_layout
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import init_model
 from jaxrl.rollout.remote import weights
 from jaxrl.rollout.remote.weights import LoadedWeights, RemoteWeights, change, to_bits
@@ -17,7 +17,7 @@ from jaxrl.rollout.remote.work import model_digest
 from sharding import make_mesh
 from sharding.rules import TRAIN
 
-TINY = DecoderConfig("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=64, tied=True, max_len=64)
+TINY = uniform_decoder("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=64, tied=True, max_len=64)
 
 
 class Store:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import uniform_decoder
 from jaxrl.rollout.remote import worker as worker_module
 from jaxrl.rollout.remote.work import WorkerSettings
 from jaxrl.rollout.remote.worker import RolloutWorker
 
-TINY = DecoderConfig("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=64, tied=True, max_len=64)
+TINY = uniform_decoder("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=64, tied=True, max_len=64)
 VERSIONS = {"jax": "1.0", "Python": "3.12.1"}
 
 

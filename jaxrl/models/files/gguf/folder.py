@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.config.packages import install_advice
-from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.config import DecoderConfig, Rope, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.atomic_folder import write_json
 from jaxrl.models.files.gguf.reader import (
@@ -102,8 +102,8 @@ def gguf_config(meta: Mapping[str, GgufValue], path: Path, *, tied: bool) -> Dec
         return entry(meta, f"llama.{key}", int, path, default)
 
     N, D = size("attention.head_count"), size("embedding_length")
-    cfg = DecoderConfig(
-        family="llama",
+    cfg = uniform_decoder(
+        "llama",
         L=size("block_count"),
         D=D,
         N=N,
@@ -151,7 +151,8 @@ def weights(
     file: GgufFile, tensors: Mapping[str, GgufTensor], cfg: DecoderConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
     """The dequantized tensors in the order of `tensors`."""
-    heads = {"self_attn.q_proj": cfg.N, "self_attn.k_proj": cfg.K}
+    mixer = cfg.layers[0].mixer
+    heads = {"self_attn.q_proj": mixer.N, "self_attn.k_proj": mixer.K}
     for name, tensor in tensors.items():
         w = dequantized(file, tensor)
         for part, n_heads in heads.items():
