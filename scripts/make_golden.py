@@ -6,7 +6,7 @@ torch's score of each token.
 
 torch is not a dependency of the project; run this in a separate environment:
     python -m venv /tmp/torch && /tmp/torch/bin/pip install torch transformers safetensors numpy
-    /tmp/torch/bin/python scripts/make_golden.py tests/models
+    /tmp/torch/bin/python scripts/make_golden.py tests/models [NAME ...]
 """
 
 import json
@@ -128,7 +128,40 @@ MODELS = {
             ),
         ),
     ),
+    "qwen3_moe_dense": (
+        "Qwen3Moe",
+        dict(
+            num_hidden_layers=3,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=20,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        dict(
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=3,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=300.0,
+                partial_rotary_factor=0.5,
+                mrope_section=[2, 1, 1],
+                mrope_interleaved=True,
+            ),
+        ),
+    ),
 }
+WITH_TEXT_CONFIG = ("Gemma3", "Qwen3_5")  # the other class includes images
 SCORED = ("llama", "qwen2", "gemma3")
 # Rotary frequencies of full-size models: name -> (head size, rope_parameters).
 QWEN_YARN = dict(
@@ -200,7 +233,7 @@ def random_tokens(seed: int) -> np.ndarray:
 def write_scores(target: Path, name: str, seed: int) -> None:
     """A classifier with one label, without its pooling, which keeps only the last token's score."""
     family, extra = MODELS[name]
-    text = "Text" if family == "Gemma3" else ""
+    text = "Text" if family in WITH_TEXT_CONFIG else ""
     config = getattr(transformers, f"{family}{text}Config")(**SHAPE | extra, num_labels=1)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}{text}ForSequenceClassification")(config)
@@ -235,13 +268,17 @@ def write_ropes(path: Path) -> None:
     path.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
 
 
-def main(target: Path) -> None:
-    write_ropes(target / "layers" / "golden_rope.json")
-    for seed, name in enumerate(SCORED):
-        write_scores(target / "golden_scores", name, 100 + seed)
+def main(target: Path, names: list[str]) -> None:
+    """Writes all files, or the checkpoints of these names only."""
+    if not names:
+        write_ropes(target / "layers" / "golden_rope.json")
+        for seed, name in enumerate(SCORED):
+            write_scores(target / "golden_scores", name, 100 + seed)
     target /= "golden"
     for seed, (name, (family, extra)) in enumerate(MODELS.items()):
-        text = "Text" if family == "Gemma3" else ""
+        if names and name not in names:
+            continue
+        text = "Text" if family in WITH_TEXT_CONFIG else ""
         config = getattr(transformers, f"{family}{text}Config")(**SHAPE | extra)
         config._attn_implementation = "eager"
         model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
@@ -257,4 +294,4 @@ def main(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

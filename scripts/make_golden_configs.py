@@ -35,6 +35,7 @@ SHAPE = dict(
     max_position_embeddings=64,
 )
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
+LINEAR = ["linear_attention"] * 3
 LOCAL, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
 
 
@@ -115,6 +116,19 @@ GEMMA3_ROPES: list[Json] = [
         rope_parameters=by_type(yarn(rope_theta=300.0), DEFAULT),
         original_max_position_embeddings=48,
     ),
+]
+MROPE = dict(mrope_section=[2, 1, 1], mrope_interleaved=True)
+QWEN3_5_ROPES: list[Json] = [
+    {},
+    dict(rope_theta=300.0),
+    dict(rope_theta=300.0, partial_rotary_factor=0.5),
+    dict(rope_parameters=DEFAULT | dict(rope_theta=200.0)),
+    dict(rope_parameters=DEFAULT | MROPE | dict(rope_theta=200.0, partial_rotary_factor=0.5)),
+    dict(rope_parameters=DEFAULT | dict(rope_theta=200.0, partial_rotary_factor=1.0)),
+    dict(rope_parameters=yarn(rope_theta=300.0, partial_rotary_factor=0.5)),
+    dict(rope_scaling=dict(rope_type="linear", factor=3.0), rope_theta=300.0),
+    May(rope_parameters=DEFAULT | dict(rope_theta=200.0), partial_rotary_factor=0.5),
+    May(rope_scaling=yarn(), rope_theta=300.0),
 ]
 EPS = [{}, dict(rms_norm_eps=1e-5), dict(rms_norm_eps=0.05)]
 TIED = [{}, dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)]
@@ -249,6 +263,33 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
                 dict(sliding_window_pattern=3),
                 dict(layer_types=MIXED, sliding_window_pattern=2),
                 dict(layer_types=MIXED),
+            ],
+        ],
+    ),
+    "qwen3_5_text": (
+        dict(
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+        [
+            QWEN3_5_ROPES,
+            *(EPS, TIED, NOTES, BIAS),
+            [{}, dict(hidden_act="silu"), dict(hidden_act="swish"), May(hidden_act="gelu_new")],
+            [{}, dict(num_key_value_heads=1), dict(num_key_value_heads=4)],
+            [{}, dict(linear_num_value_heads=2), dict(linear_num_key_heads=1)],
+            [{}, dict(linear_key_head_dim=4), dict(linear_value_head_dim=12)],
+            [{}, dict(linear_conv_kernel_dim=2), dict(linear_conv_kernel_dim=5)],
+            [
+                dict(full_attention_interval=2),
+                dict(full_attention_interval=3),
+                dict(layer_types=["full_attention", "linear_attention", "full_attention"]),
+                dict(layer_types=["linear_attention", "linear_attention", "full_attention"]),
+                dict(layer_types=FULL),
+                May(layer_types=LINEAR),
+                May(layer_types=MIXED, sliding_window=5),
             ],
         ],
     ),

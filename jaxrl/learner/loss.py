@@ -270,6 +270,7 @@ def _packed_inputs(batch: Batch, cfg: RunConfig) -> dict[str, Any]:
         implementation=None if cfg.model.attention == "auto" else cfg.model.attention,
         matmul_dtype=cfg.learner.matmul_dtype,
         mlp_chunk=cfg.learner.mlp_chunk,
+        segment_align=cfg.learner.segment_align,
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -31,6 +31,8 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the transition begins and ends at whole feature pairs
     attention_factor: float = 1.0  # of rotated queries and of rotated keys
+    rotary: float = 1.0  # share of a head's features, its first ones, that is rotated
+    mrope_section: tuple[int, ...] = ()  # pairs by axis of an image; positions of text are equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # of every head of queries and keys, before the rotation
+    gate: bool = False  # the output is multiplied by sigmoid(gate), a second half of q_proj
     scale: float | None = None  # of the scores; None: H ** -0.5
     softcap: float | None = None  # of the scores
 
@@ -76,9 +79,49 @@ class AttentionConfig:
         return self.H**-0.5 if self.scale is None else self.scale
 
     @property
+    def head_features(self) -> int:
+        """Features of all query heads and kv heads."""
+        return (self.N + self.K) * self.H
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of D weights that a token is multiplied with."""
+        return 2 * self.head_features + self.gate * self.N * self.H
+
+    @property
     def kind(self) -> "AttentionConfig":
         """The same without the values that may differ between layers with equal parameters."""
-        return dataclasses.replace(self, rope=Rope(), window=0)
+        return dataclasses.replace(self, rope=Rope(rotary=self.rope.rotary), window=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """Gated DeltaNet of one layer (https://arxiv.org/abs/2412.06464): a state per value head.
+
+    K heads of queries and keys, D wide; N heads of values, V wide, of which N / K share a key.
+    """
+
+    K: int
+    N: int
+    D: int
+    V: int
+    conv_len: int = 4  # tokens that the causal convolution before it reads
+    rope: ClassVar[None] = None
+    window: ClassVar[int] = 0
+
+    @property
+    def head_features(self) -> int:
+        """Features of all heads: queries, keys and values, and half of their gates."""
+        return self.K * self.D + self.N * self.V
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of D weights that a token is multiplied with."""
+        return 2 * self.K * self.D + 3 * self.N * self.V + 2 * self.N
+
+    @property
+    def kind(self) -> "GatedDeltaNetConfig":
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +159,7 @@ class MoEConfig:
 class LayerConfig:
     """One residual block: what mixes tokens, and what is applied to each of them."""
 
-    mixer: AttentionConfig
+    mixer: AttentionConfig | GatedDeltaNetConfig
     ffn: MLPConfig | MoEConfig
     post_norms: bool = False  # second norm after the mixer and after the ffn (Gemma)
 
@@ -154,12 +197,17 @@ class DecoderConfig:
     @property
     def context_len(self) -> int:
         """Tokens of the longest sequence that the model supports."""
-        mixers = [layer.mixer for layer in self.layers]
+        mixers = self.attention_layers
         if any(mixer.rope.kind == "dynamic" for mixer in mixers):
             return self.max_len  # longer ones change the frequencies
         whole = [mixer for mixer in mixers if not mixer.window] or mixers
         yarn = [mixer.rope for mixer in whole if mixer.rope.kind == "yarn"]
         return max([self.max_len, *(int(rope.original_len * rope.factor) for rope in yarn)])
+
+    @property
+    def attention_layers(self) -> list[AttentionConfig]:
+        """The attention of the layers that have one, in order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)]
 
     @property
     def expert_layers(self) -> list[MoEConfig]:
@@ -221,9 +269,17 @@ def uniform_decoder(
         model["dense_F"] = F
     layers = []
     for window in windows or (0,) * L:
-        own_rope = local_rope if local_rope and window else rope
         mixer = AttentionConfig(
-            N, K, H, own_rope, window, qkv_bias, o_bias, qk_norm, attn_scale, attn_softcap
+            N=N,
+            K=K,
+            H=H,
+            rope=local_rope if local_rope and window else rope,
+            window=window,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm=qk_norm,
+            scale=attn_scale,
+            softcap=attn_softcap,
         )
         layers.append(LayerConfig(mixer, ffn, post_norms))
     return DecoderConfig(family, D, V, tuple(layers), **model)

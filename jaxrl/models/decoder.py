@@ -1,7 +1,7 @@
 """Decoder-only transformer: Flax NNX modules, used as plain pytrees.
 
 B rows, T tokens, D model, N heads, K kv heads, H head dim, F feed-forward, V vocabulary, L layers.
-Training and rollout call the same `Decoder`; they differ only in the `attend` function they pass.
+Training and rollout call the same `Decoder`; they differ only in the `RowOps` they pass.
 Each layer has the parameters and the computation that its `LayerConfig` describes.
 """
 
@@ -13,92 +13,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, struct
-from jax.ad_checkpoint import checkpoint_name
+from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl import types
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.matmul import matmul
 from jaxrl.models.config import AttentionConfig, DecoderConfig, LayerConfig, MoEConfig
 from jaxrl.models.kv_cache import KVCache
+from jaxrl.models.layers.attention import Attention
 from jaxrl.models.layers.experts import ExpertMatrix
-from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
+from jaxrl.models.layers.gated_delta_net import GatedDeltaNet
+from jaxrl.models.layers.linear import MakeParam, make_spec
 from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import Live, MoE, RouterLoad, keeps_stack
 from jaxrl.models.layers.norms import RMSNorm
-from jaxrl.models.layers.rope import Rotation, rotate, rotations
+from jaxrl.models.layers.rope import Rotation, rotations
+from jaxrl.models.layers.row_ops import LayerPlace, RowOps
 from jaxrl.models.layers.tables import table_adapters
 from jaxrl.models.remat import layer_input, loop_remat, recompute, scan_remat
 from jaxrl.models.spec import init_params, is_spec
-from sharding import Rules, gather_matrix, target_platform
-
-# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], spec, window, layer_index, state)
-# -> (out [B,T,N,H], state)
-Attend = Callable[..., tuple[jax.Array, Any]]
-
-
-@struct.dataclass
-class LayerPlace:
-    """Values that differ between layers with equal parameters; stacked layers: [L, ...] each."""
-
-    rotation: Rotation
-    window: types.Array | None  # int32; None: the window is static
-    index: types.Array | None  # int32; None: of a list, whose layers get their part of the cache
-
-
-def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
-    """Identity, with an optimization barrier on TPU, in the backward pass as well.
-
-    libtpu 0.0.51 aborts if it fuses a head's norm with the projection ("split of a padded window
-    dim").
-    """
-    return jax.lax.optimization_barrier(projected) if target_platform() == "tpu" else projected
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; the caller passes the attention kernel."""
-
-    def __init__(self, make: MakeParam, cfg: DecoderConfig, mixer: AttentionConfig):
-        options: Any = dict(lora=cfg.lora, base_dtype=cfg.base_dtype)
-
-        def project(name: str, letter: str, heads: int, axis: str) -> Linear:
-            eq = f"BTD,{letter}HD->BT{letter}H"
-            shape, axes = (heads, mixer.H, cfg.D), (axis, None, "w_embed")
-            return Linear(make, name, eq, shape, axes, bias=mixer.qkv_bias, **options)
-
-        self.cfg = mixer.kind
-        self.q = project("self_attn.q_proj", "N", mixer.N, "heads")
-        self.k = project("self_attn.k_proj", "K", mixer.K, "kv_heads")
-        self.v = project("self_attn.v_proj", "K", mixer.K, "kv_heads")
-        self.o = Linear(
-            make,
-            "self_attn.o_proj",
-            "BTNH,DNH->BTD",
-            (cfg.D, mixer.N, mixer.H),
-            ("w_embed", "heads", None),
-            bias=mixer.o_bias,
-            **options,
-        )
-
-        def norm(name: str) -> RMSNorm | None:
-            if not mixer.qk_norm:
-                return None
-            return RMSNorm(make, name, mixer.H, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
-
-        self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
-
-    def __call__(
-        self, x, positions, place: LayerPlace, window, attend: Attend, state, rules: Rules
-    ):
-        projected = apply_linears(x, self.q, self.k, self.v, rules=rules)
-        q, k, v = checkpoint_name(projected, "qkv")
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(prevent_norm_fusion(q)), self.k_norm(prevent_norm_fusion(k))
-        q, k = rotate(q, positions, place.rotation), rotate(k, positions, place.rotation)
-        out, state = attend(q, k, v, self.cfg.spec(rules), window, place.index, state)
-        return checkpoint_name(self.o(out, rules), "o"), state
+from sharding import Rules, gather_matrix
 
 
 class Layer(nnx.Module):
@@ -108,8 +43,9 @@ class Layer(nnx.Module):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(make, name, cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
 
-        self.attn = Attention(make, cfg, layer.mixer)
-        ffn = layer.ffn
+        mixer, ffn = layer.mixer, layer.ffn
+        is_attention = isinstance(mixer, AttentionConfig)
+        self.attn = Attention(make, cfg, mixer) if is_attention else GatedDeltaNet(make, cfg, mixer)
         self.mlp = MoE(make, cfg, ffn) if isinstance(ffn, MoEConfig) else MLP(make, cfg, ffn)
         self.attn_norm = norm("input_layernorm")
         self.mlp_norm = norm(
@@ -119,11 +55,11 @@ class Layer(nnx.Module):
         self.post_mlp_norm = norm("post_feedforward_layernorm") if layer.post_norms else None
 
     def __call__(
-        self, x, live, positions, place: LayerPlace, window, attend: Attend, state, rules: Rules
+        self, x, live, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules
     ):
         """(x, state, router load or None)."""
         h = self.attn_norm(x)
-        h, state = self.attn(h, positions, place, window, attend, state, rules)
+        h, state = self.attn(h, positions, place, window, rows, state, rules)
         x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
         h, load = self.mlp_norm(x), None
         if isinstance(self.mlp, MoE):
@@ -190,7 +126,7 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        attend: Attend,
+        rows: RowOps,
         state: Any = None,
         *,
         live: Live,
@@ -206,7 +142,7 @@ class Decoder(nnx.Module):
         x = self.embed_tokens(tokens, rules)
         x = jax.reshard(x, rules.residual_spec(x.shape))
         x, state, load = run_layers(
-            self, x, positions, attend, state, live=live, rules=rules, remat=remat
+            self, x, positions, rows, state, live=live, rules=rules, remat=remat
         )
         return jax.reshard(self.norm(x), rules.spec("batch", "time", "embed")), state, load
 
@@ -281,7 +217,7 @@ def run_layers(
     model: Decoder,
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    attend: Attend,
+    rows: RowOps,
     state: KVCache | None,
     *,
     live: Live,
@@ -303,7 +239,7 @@ def run_layers(
             places,
             x,
             positions,
-            attend,
+            rows,
             state,
             keep_experts=state is not None and keeps_stack(rules),
             live=live,
@@ -313,7 +249,7 @@ def run_layers(
     places = [_place(cfg, i) for i in range(cfg.L)]
 
     def step(policy: str) -> Callable:
-        layer_fn = _layer_fn(live, positions, attend, rules, policy)
+        layer_fn = _layer_fn(live, positions, rows, rules, policy)
         # Layers with the same window are traced and lowered once; XLA inlines the calls.
         layer_fn = jax.jit(layer_fn, static_argnames="window")
 
@@ -344,7 +280,7 @@ def stacked_layers(model: Decoder, rules: Rules) -> tuple[Any, list[LayerPlace]]
         # A traced window cannot be 0 for "none", so such layers get the largest one.
         windows = [cfg.window(i) or np.iinfo(np.int32).max for i in layers]
         return LayerPlace(
-            jax.tree.map(jnp.asarray, rotations([cfg.layers[i].mixer for i in layers])),
+            jax.tree.map(jnp.asarray, _rotations(cfg, layers)),
             None if len(set(windows)) == 1 else jnp.asarray(windows, jnp.int32),
             jnp.asarray(layers, jnp.int32),
         )
@@ -359,7 +295,7 @@ def scan_layers(
     places: list[LayerPlace],
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    attend: Attend,
+    rows: RowOps,
     state: Any,
     *,
     keep_experts: bool = False,
@@ -386,7 +322,7 @@ def scan_layers(
         chosen, experts = stacks[period], [None] * len(run)
         if keep_experts:
             chosen, experts = zip(*map(_without_experts, chosen), strict=True)
-        layer_fn = functools.partial(_layer_fn, live, positions, attend, rules, in_loop=in_loop)
+        layer_fn = functools.partial(_layer_fn, live, positions, rows, rules, in_loop=in_loop)
         stop = start + sum(sizes[period])
         (x, state), load = scan_remat(
             functools.partial(_period_step, cfg, run, experts, layer_fn),
@@ -443,14 +379,20 @@ def _with_experts(layer: Layer, experts: dict[str, ExpertMatrix], index: Int[Arr
 
 def _place(cfg: DecoderConfig, layer: int) -> LayerPlace:
     """The place of one layer of a list, whose cache is that of a model of one layer."""
-    rotation = jax.tree.map(lambda a: a[0], rotations([cfg.layers[layer].mixer]))
+    rotation = jax.tree.map(lambda a: a[0], _rotations(cfg, range(layer, layer + 1)))
     return LayerPlace(rotation, window=None, index=None)
+
+
+def _rotations(cfg: DecoderConfig, layers: range) -> Rotation | None:
+    mixers = [cfg.layers[i].mixer for i in layers]
+    found = [mixer for mixer in mixers if isinstance(mixer, AttentionConfig)]
+    return rotations(found) if found else None
 
 
 def _layer_fn(
     live,
     positions,
-    attend: Attend,
+    rows: RowOps,
     rules: Rules,
     policy: str,
     static_window: bool = True,
@@ -463,7 +405,7 @@ def _layer_fn(
             # XLA otherwise gathers the weights of all layers before the loop. Outside this
             # function, the barrier would be a copy of all weights per iteration for backward.
             layer, x = jax.lax.optimization_barrier((layer, x))
-        return layer(x, live, positions, place, window, attend, state, rules)
+        return layer(x, live, positions, place, window, rows, state, rules)
 
     # A window that is a Python int stays static: 0 means "none" only there.
     return recompute(layer_fn, policy, static_argnums=(3,) if static_window else ())

@@ -3,31 +3,35 @@
 import numpy as np
 from jaxtyping import Int
 
-from jaxrl.models.config import DecoderConfig, MoEConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig, MoEConfig
 
 
 def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     """FLOPs of one forward pass over sequences of `lens` tokens, heads included.
 
     Counts one multiplication and one addition per weight and token (in a mixture of experts, the
-    weights of the token's own experts) and per visible key. Norms, rotations and padding count
+    weights of the token's own experts) and per visible key; a state of gated DeltaNet is read twice
+    and written once per token. Norms, rotations and padding count
     nothing (PaLM, appendix B, https://arxiv.org/abs/2204.02311, with causal attention counted as
     half). Training takes three times as much: recomputation is not useful work.
     """
     n = np.asarray(lens, np.float64)
     weights = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
-    products = 0.0  # of queries, keys and values
+    products = 0.0  # between tokens
     for layer in cfg.layers:
         mixer, ffn = layer.mixer, layer.ffn
-        rows = 2 * (mixer.N + mixer.K) * mixer.H + 3 * ffn.active_features
+        rows = mixer.weight_rows + 3 * ffn.active_features
         weights += cfg.D * (rows + ffn.E if isinstance(ffn, MoEConfig) else rows)
-        products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
+        if isinstance(mixer, AttentionConfig):
+            products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
+        else:
+            products += 6 * mixer.N * mixer.D * mixer.V * n.sum()
     return float(2 * weights * n.sum() + products)
 
 
 def score_features(cfg: DecoderConfig) -> int:
     """Features of the queries of all layers: a (query, key) pair has two products of so many."""
-    return sum(layer.mixer.N * layer.mixer.H for layer in cfg.layers)
+    return sum(mixer.N * mixer.H for mixer in cfg.attention_layers)
 
 
 def _visible_keys(n: np.ndarray, window: int) -> np.ndarray:

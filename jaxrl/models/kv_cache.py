@@ -77,7 +77,8 @@ def init_cache(
     """A zeroed pool of `n_pages` pages per replica, with kv heads sharded by the rules."""
     axes = ("batch", "kv_heads", None, None)
     n_rows, lead = rules.n_shards("batch") * n_pages, (cfg.L,) if cfg.stacked else ()
-    shapes = [(n_rows, layer.mixer.K, page_len, layer.mixer.H) for layer in cfg.layers]
+    check_generates(cfg)
+    shapes = [(n_rows, mixer.K, page_len, mixer.H) for mixer in cfg.attention_layers]
     if cfg.stacked and len(set(shapes)) > 1:
         raise ValueError(
             f"layers of this {cfg.family} model differ in their kv heads or head size, so their "
@@ -100,6 +101,16 @@ def init_cache(
     return KVCache(k=layer_pools(), v=layer_pools())
 
 
+def check_generates(cfg: DecoderConfig) -> None:
+    """Raises ValueError for layers without keys and values, whose states the cache cannot hold."""
+    if len(cfg.attention_layers) < cfg.L:
+        raise ValueError(
+            f"generation with {cfg.family} models is not supported yet: the engine has no cache of "
+            "the states of gated DeltaNet; train this model offline (jaxrl.sft, jaxrl.dpo, "
+            "jaxrl.reward_model), or choose a model with attention in every layer"
+        )
+
+
 SCALE_DTYPE = jnp.float32  # of quantized pages
 
 
@@ -116,5 +127,5 @@ def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
     """Bytes of one page over all layers and devices, keys and values together."""
     scale = jnp.dtype(SCALE_DTYPE).itemsize if is_quantized_dtype(dtype) else 0
     item = jnp.dtype(dtype).itemsize
-    mixers = [layer.mixer for layer in cfg.layers]
-    return sum(2 * mixer.K * page_len * (mixer.H * item + scale) for mixer in mixers)
+    heads = ((mixer.K, mixer.H) for mixer in cfg.attention_layers)
+    return sum(2 * K * page_len * (H * item + scale) for K, H in heads)

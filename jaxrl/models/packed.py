@@ -1,5 +1,7 @@
 """The decoder on packed rows, for training and scoring."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +10,14 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.gated_delta import causal_conv, gated_delta
+from jaxrl.kernels.gated_delta.rows import from_whole_rows, to_whole_rows, whole_row_rules
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.kernels.visibility import Visibility
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Attend, Decoder, scan_layers, stacked_layers
+from jaxrl.models.decoder import Decoder, scan_layers, stacked_layers
+from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from jaxrl.models.layers.linear import Linear
 from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import MoE, RouterLoad
@@ -19,7 +25,7 @@ from jaxrl.models.lora import combine, split
 from jaxrl.models.pipeline import run_stages, to_micro_batches
 from jaxrl.models.pipeline_1f1b import gradients_1f1b
 from jaxrl.types import Tree
-from sharding import Rules
+from sharding import Rules, unshuffle
 
 
 def forward_packed(
@@ -65,6 +71,7 @@ def forward_routed(
     implementation: str | None = None,
     matmul_dtype: str = "auto",
     mlp_chunk: int = 0,
+    segment_align: int = 1,
 ) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
     """`forward_packed` and the router load of a mixture of experts (None for a dense model).
 
@@ -72,19 +79,20 @@ def forward_routed(
     (kernels/visibility.py). The load counts a token as often as `copies` says, or once.
     `matmul_dtype` "int8" or "fp8" quantizes the products of linear layers
     (kernels/quantized_matmul.py), except those of experts and adapters. `mlp_chunk` is the
-    number of tokens of a device whose MLP is computed at one time; 0 = all.
+    number of tokens of a device whose MLP is computed at one time; 0 = all. Segments that share
+    prefixes begin at multiples of `segment_align` tokens.
     """
     model = with_mlp_chunk(with_matmul_dtype(model, matmul_dtype), mlp_chunk)
     visibility = None if until is None else Visibility(until, positions)
     weights = segments > 0 if copies is None else copies
     if rules.layers is None:
-        attend = _attend(segments, visibility, rules, implementation)
-        hidden, _, load = model(tokens, positions, attend, live=weights, rules=rules, remat=remat)
+        packed = PackedRows(segments, visibility, rules, implementation, segment_align)
+        hidden, _, load = model(tokens, positions, packed, live=weights, rules=rules, remat=remat)
         return hidden, load
     x = model.embed_tokens(tokens, rules)
     layers, places = stacked_layers(model, rules)
     rows = positions, segments, weights, visibility
-    stage = _stage(model.cfg, rules, remat, implementation)
+    stage = _stage(model.cfg, rules, remat, implementation, segment_align)
     x, load = run_stages(stage, (layers, places), x, rows, rules=rules)
     return model.norm(x), load
 
@@ -106,6 +114,7 @@ def pipelined_gradients(
     implementation: str | None = None,
     matmul_dtype: str = "auto",
     mlp_chunk: int = 0,
+    segment_align: int = 1,
 ) -> tuple[Tree, Tree, RouterLoad | None]:
     """(gradient of the trained parameters, sums of the objective, router load) by 1F1B.
 
@@ -117,7 +126,7 @@ def pipelined_gradients(
     trained, frozen = split(model)
     top = _with_layers(trained, jax.tree.map(lambda _: optax.MaskedNode(), trained.layers))
     layers, places = stacked_layers(trained, rules)
-    run = _stage(model.cfg, rules, remat, implementation)
+    run = _stage(model.cfg, rules, remat, implementation, segment_align)
 
     def stage(layers, constants, x, *rows):
         frozen, places = constants
@@ -153,34 +162,49 @@ def pipelined_gradients(
     return _with_layers(grads, found.layers), found.sums, found.load
 
 
-def _attend(segments, visibility, rules: Rules, implementation: str | None) -> Attend:
-    """Attention of packed rows to themselves."""
-    attend_rows = ring_attention if rules.ring else attention
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Operations between the tokens of packed rows; no state is passed from layer to layer."""
 
-    def attend(q, k, v, spec, window, layer_index, state):
-        out = attend_rows(
+    segments: jax.Array  # int32 [B, T]
+    visibility: Visibility | None
+    rules: Rules
+    implementation: str | None
+    align: int = 1  # segments begin at, and share prefixes of, multiples of so many tokens
+
+    def attend(self, q, k, v, spec: AttentionSpec, window, index, state):
+        attend = ring_attention if self.rules.ring else attention
+        out = attend(
             q,
             k,
             v,
             spec=spec,
-            segments=segments,
+            segments=self.segments,
             window=window,
-            visibility=visibility,
-            implementation=implementation,
+            visibility=self.visibility,
+            implementation=self.implementation,
         )
         return out, state
 
-    return attend
+    def delta(self, qk, v, g, beta, conv, index, state):
+        whole = whole_row_rules(self.rules)
+        order = functools.partial(unshuffle, rules=self.rules)
+        segments, visibility = jax.tree.map(order, (self.segments, self.visibility))
+        how: Any = dict(segments=segments, visibility=visibility, align=self.align, rules=whole)
+        qk, v, g, beta = (to_whole_rows(a, self.rules) for a in (qk, v, g, beta))
+        (qk, _), (v, _) = causal_conv(qk, conv[0], **how), causal_conv(v, conv[1], **how)
+        out, _ = gated_delta(*queries_and_keys(qk), v, g, beta, **how)
+        return from_whole_rows(out, self.rules), state
 
 
 def _stage(
-    cfg: DecoderConfig, rules: Rules, remat: str, implementation: str | None
+    cfg: DecoderConfig, rules: Rules, remat: str, implementation: str | None, segment_align: int
 ) -> Callable[..., tuple[jax.Array, RouterLoad | None]]:
     """The layers of one pipeline stage on packed rows."""
     inside = rules.in_stage()
 
     def stage(inputs, x, positions, segments, live, visibility):
-        attend = _attend(segments, visibility, inside, implementation)
+        packed = PackedRows(segments, visibility, inside, implementation, segment_align)
         layers, places = inputs
         x, _, load = scan_layers(
             cfg,
@@ -188,7 +212,7 @@ def _stage(
             places,
             x,
             positions,
-            attend,
+            packed,
             None,
             live=live,
             rules=inside,

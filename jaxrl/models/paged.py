@@ -1,11 +1,14 @@
 """Forward pass over a paged KV cache: rows of new tokens, or prefill mixed with decode."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
-from jaxrl.models.decoder import Attend, Decoder
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.kv_cache import KVCache
 from sharding import Rules
 
@@ -32,8 +35,8 @@ def forward_paged(
     for all of them.
     """
     groups = [(page_table, positions.reshape(len(page_table), -1))]
-    attend = _attend_pages(groups, rules=rules, implementation=implementation)
-    return model(tokens, positions, attend, cache, live=positions >= 0, rules=rules)[:2]
+    paged = PagedRows(groups, rules, implementation)
+    return model(tokens, positions, paged, cache, live=positions >= 0, rules=rules)[:2]
 
 
 def forward_mixed(
@@ -58,40 +61,40 @@ def forward_mixed(
     row = jnp.concatenate([prefill_tokens.reshape(-1), tokens])[None]
     group_positions = jnp.concatenate([prefill_positions.reshape(-1), positions])[None]
     groups = [(prefill_table, prefill_positions), (page_table, positions[:, None])]
-    attend = _attend_pages(groups, rules=rules, implementation=implementation)
+    paged = PagedRows(groups, rules, implementation)
     hidden, cache, _ = model(
-        row, group_positions, attend, cache, live=group_positions >= 0, rules=rules
+        row, group_positions, paged, cache, live=group_positions >= 0, rules=rules
     )
     return jnp.swapaxes(hidden[:, n_prefill:], 0, 1), cache
 
 
-def _attend_pages(
-    groups: list[tuple[jax.Array, jax.Array]],
-    *,
-    rules: Rules,
-    implementation: str | None,
-) -> Attend:
-    """Attention over all `groups` of tokens, each a page table [n, C] and positions [n, t].
+@dataclasses.dataclass(frozen=True)
+class PagedRows:
+    """Operations between new tokens and the tokens in a paged KV cache.
 
-    The groups' tokens are concatenated. In every layer, the keys of all groups are written before
-    any attends.
+    `groups` are the page table [n, C] and the positions [n, t] of each group of tokens. The groups'
+    tokens are concatenated. In every layer, the keys of all groups are written before any attends.
     """
 
-    def attend(q, k, v, spec, window, layer_index, cache: KVCache):
-        k_pages, v_pages, first = cache.layer_pages(layer_index, rules)
+    groups: list[tuple[jax.Array, jax.Array]]
+    rules: Rules
+    implementation: str | None
+
+    def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache):
+        k_pages, v_pages, first = state.layer_pages(index, self.rules)
         new = zip(
-            groups,
-            _by_group(k, groups, "kv_heads", rules),
-            _by_group(v, groups, "kv_heads", rules),
+            self.groups,
+            _by_group(k, self.groups, "kv_heads", self.rules),
+            _by_group(v, self.groups, "kv_heads", self.rules),
             strict=True,
         )
         for (table, group_positions), keys, values in new:
             k_pages, v_pages = write_pages(
-                k_pages, v_pages, keys, values, table + first, group_positions, rules=rules
+                k_pages, v_pages, keys, values, table + first, group_positions, rules=self.rules
             )
         outs = []
-        queries = _by_group(q, groups, "heads", rules)
-        for (table, group_positions), group_q in zip(groups, queries, strict=True):
+        queries = _by_group(q, self.groups, "heads", self.rules)
+        for (table, group_positions), group_q in zip(self.groups, queries, strict=True):
             with jax.named_scope(DECODE_SCOPE if group_positions.shape[1] == 1 else "prefill_rows"):
                 out = paged_attention(
                     group_q,
@@ -101,17 +104,18 @@ def _attend_pages(
                     page_table=table + first,
                     positions=group_positions,
                     window=window,
-                    implementation=implementation,
+                    implementation=self.implementation,
                 )
             outs.append(out)
-        if len(groups) > 1:
-            rows = zip(outs, groups, strict=True)
-            outs = [_reshape_rows(out, (1, p.size), "heads", rules) for out, (_, p) in rows]
+        if len(self.groups) > 1:
+            rows = zip(outs, self.groups, strict=True)
+            outs = [_reshape_rows(out, (1, p.size), "heads", self.rules) for out, (_, p) in rows]
             outs = [jnp.concatenate(outs, axis=1)]
-        out = _reshape_rows(outs[0], q.shape[:2], "heads", rules)
-        return out, cache.with_pages(k_pages, v_pages, rules)
+        out = _reshape_rows(outs[0], q.shape[:2], "heads", self.rules)
+        return out, state.with_pages(k_pages, v_pages, self.rules)
 
-    return attend
+    def delta(self, qk, v, g, beta, conv, index, state):
+        raise NotImplementedError("the engine has no cache of the states of gated DeltaNet")
 
 
 def _by_group(

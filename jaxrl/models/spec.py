@@ -29,11 +29,14 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: str  # "normal" | "unit_normal" | "zeros" | "ones" | "lora_a"
+    init: str  # "normal" | "unit_normal" | "zeros" | "ones" | "lora_a" | "log_decay"
     hf: str  # e.g. "model.layers.0.mlp.up_proj.weight"
     hf_shape: tuple[int, ...]  # of one tensor in the file
     dtype: str | None = None  # of parts of quantized weights; None: the model's
     layers: range = range(0)  # numbers of stacked layers in the file; empty: 0, 1, ...
+    # The tensor in the file is a sequence of blocks, each with so many rows for every index of the
+    # first axis; here all rows of an index are adjacent. (): in the same order.
+    blocks: tuple[int, ...] = ()
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -43,7 +46,7 @@ class ParamSpec:
     @property
     def is_matrix(self) -> bool:
         """Whether one tensor in the file is a matrix, whatever the shape is here."""
-        return len(self.hf_shape) >= 2
+        return len(self.hf_shape) == 2
 
     @property
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -53,6 +56,29 @@ class ParamSpec:
         while math.prod(self.shape[first:end]) < self.hf_shape[0]:
             end += 1
         return tuple(range(first, end)), tuple(range(end, len(self.shape)))
+
+    @property
+    def file_rows(self) -> np.ndarray | slice:
+        """The row in the file of each of the rows here: an index of the file's tensor."""
+        if not self.blocks:
+            return slice(None)
+        n = self.hf_shape[0] // sum(self.blocks)
+        ends = n * np.cumsum(self.blocks)
+        blocks = np.split(np.arange(self.hf_shape[0]), ends[:-1])
+        return np.concatenate([block.reshape(n, -1) for block in blocks], axis=1).reshape(-1)
+
+    def from_file(self, values: np.ndarray) -> np.ndarray:
+        """One tensor of the file in the shape here, without the axes of layers and experts."""
+        return values[self.file_rows].reshape(self.shape[len(self.stacked_shape) :])
+
+    def to_file(self, values: np.ndarray) -> np.ndarray:
+        """The inverse of `from_file`."""
+        rows = values.reshape(self.hf_shape)
+        if not self.blocks:
+            return rows
+        out = np.empty_like(rows)
+        out[self.file_rows] = rows
+        return out
 
 
 def is_spec(leaf: object) -> bool:
@@ -100,7 +126,8 @@ def init_params(key: jax.Array, specs: Tree, rules: Rules, dtype: DTypeLike) -> 
     """Random parameters, each leaf created in its own sharding.
 
     Normal leaves have std 0.02, unit normal ones 1. The A of an adapter is uniform between
-    -1 / sqrt(in) and 1 / sqrt(in), as in PEFT.
+    -1 / sqrt(in) and 1 / sqrt(in), as in PEFT. A log decay is the logarithm of a number that is
+    uniform between 0.01 and 16.
 
     A layer's values derive from the key and its Hugging Face name, so they are the same on every
     mesh and for both layer layouts.
@@ -130,6 +157,10 @@ def _init_param(
     if init in ("zeros", "ones"):
         return jax.reshard((jnp.zeros if init == "zeros" else jnp.ones)(shape, dtype), out)
     keys = jax.vmap(lambda seed: jax.random.fold_in(key, seed))(seeds)
+    if init == "log_decay":
+        draw = functools.partial(jax.random.uniform, shape=shape[n_lead:], minval=0.01, maxval=16.0)
+        values = jnp.log(jax.vmap(draw)(keys).reshape(shape) if n_lead else draw(keys[0]))
+        return jax.reshard(values.astype(dtype), out)
     if init in ("normal", "unit_normal"):
         draw = functools.partial(jax.random.normal, shape=shape[n_lead:])
         scale = 0.02 if init == "normal" else 1.0

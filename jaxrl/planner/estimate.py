@@ -200,8 +200,8 @@ def _product_features(d: DecoderConfig, tensor: int, expert: int) -> float:
 
 
 def _head_features(d: DecoderConfig) -> float:
-    """Features of the query heads and kv heads of a layer, on average."""
-    return sum((layer.mixer.N + layer.mixer.K) * layer.mixer.H for layer in d.layers) / d.L
+    """Features of the heads of a layer, on average."""
+    return sum(layer.mixer.head_features for layer in d.layers) / d.L
 
 
 def _ffw(d: DecoderConfig, expert: int) -> float:

@@ -132,7 +132,7 @@ def _stored_adapter(
         for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
 
             def read(read_all=read_all, index=index, spec=spec, dtype=dtypes[path], saved=saved):
-                return read_all()[saved][index].reshape(spec.hf_shape).astype(dtype, copy=False)
+                return spec.to_file(read_all()[saved][index]).astype(dtype, copy=False)
 
             tensors[name] = Tensor(name, dtypes[path], spec.hf_shape, read)
     assert decoder.lora is not None

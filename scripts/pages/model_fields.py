@@ -19,7 +19,7 @@ from `jaxrl/models/families/` by
 Every field is read, neutral or refused. A field that no table below names is refused, unless it is
 `null`, `false`, 0 or empty: it may change the numbers of the model. The error names the field and
 its value; remove the field if you know that it has no effect. A field that is read is refused at
-values that are not supported, for example `mlp_only_layers` of `qwen3_moe`.
+values that are not supported, for example `partial_rotary_factor` of `llama`.
 
 Further errors name quantized weights (`quantization_config`, `compression_config` or
 `quantization`), code of the model folder (`auto_map` with a model class) and `architectures` other

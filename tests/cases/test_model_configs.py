@@ -38,7 +38,8 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "models" / "golden_configs"
 CASES = {case["name"]: case for case in json.loads((GOLDEN / "configs.json").read_text())}
 LENGTH, SHOWN = 24, [6, 14, 23]
-FAMILY_TYPES = {**{name: name for name in FAMILIES}, "gemma3": "gemma3_text"}
+FAMILY_TYPES = {name: name for name in FAMILIES}
+FAMILY_TYPES |= {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 SIZES = dict(
     hidden_size=32,
     intermediate_size=40,
@@ -53,6 +54,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_5_text": dict(full_attention_interval=3),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20),
 }
 

@@ -25,6 +25,7 @@ from sharding import PIPELINE, RING, TRAIN, ULYSSES, make_mesh
 from tests.learner.test_critic import BOTH
 from tests.learner.test_experts import MOE
 from tests.learner.tiny_policy import (
+    HYBRID,
     MODEL,
     new_params,
     programs,
@@ -125,6 +126,10 @@ MODELS = {
     "windows, caps and remat": (dict(learner=dict(remat="full")), DEEP),
     "adapters": ({}, dataclasses.replace(MODEL, lora=LoRA(rank=4, alpha=8.0))),
     "experts": (dict(learner=dict(router_aux_coef=0.5)), MOE),
+    "states": (
+        dict(learner=dict(segment_align=4)),
+        dataclasses.replace(HYBRID, lora=LoRA(4, 8.0, targets=("in_proj_qkv", "q_proj"))),
+    ),
 }
 MESHES = {
     "fsdp 2, tensor 2": (dict(fsdp=2, tensor=2), TRAIN, 2),
@@ -134,8 +139,13 @@ MESHES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.thorough if n == "states" else pytest.mark.slow)
+        for n in MODELS
+    ],
+)
 def test_every_kind_of_model_has_the_gradient_of_separate_sequences(name):
     keys, model = MODELS[name]
     assert_same(*both(run_config(old_logp="rollout", **keys), model))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sharding import RING, TRAIN, ULYSSES, Rules
-from tests.learner.tiny_policy import MODEL, all_numbers, batches, rollouts, run_config
+from tests.learner.tiny_policy import HYBRID, MODEL, all_numbers, batches, rollouts, run_config
+from tests.models.resized import resized
 
 # Two micro-batches of four rows of 128 tokens. On 8 devices a zig-zag chunk has 8 tokens, a
 # sequence 3 to 21.
@@ -68,10 +69,21 @@ def test_every_mesh_gives_the_numbers_of_one_device(preset, mesh):
     assert_same(numbers(PRESETS[preset], mesh), alone())
 
 
+STATES = {name: (rules, dict(sequence=4)) for name, rules in PRESETS.items()}
+STATES["tensor"] = TRAIN, dict(fsdp=2, tensor=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_gated_deltanet_on_every_mesh(name):
+    rules, mesh = STATES[name]
+    assert_same(numbers(rules, mesh, HYBRID), alone(HYBRID))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_windows_caps_and_stacked_layers_on_time_sharded_rows(preset):
-    model = dataclasses.replace(
+    model = resized(
         MODEL, L=2, stacked=True, windows=(9, 0), attn_softcap=5.0, logit_softcap=10.0, qk_norm=True
     )
     got = numbers(PRESETS[preset], dict(fsdp=2, sequence=4), model)

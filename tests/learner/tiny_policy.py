@@ -21,7 +21,7 @@ from jaxrl.data.packing import pack
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, take_tokens
-from jaxrl.models.config import DecoderConfig, uniform_decoder
+from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.spec import init_params, is_spec, partition_specs
@@ -41,6 +41,13 @@ MOE = resized(
     F_expert=16,
     qk_norm=True,
     stacked=True,
+)
+# Two kinds of layers, of which one has a state instead of keys and values.
+DELTA = dataclasses.replace(
+    MODEL.layers[0], mixer=GatedDeltaNetConfig(K=2, N=4, D=8, V=12, conv_len=3)
+)
+HYBRID = dataclasses.replace(
+    MODEL, family="qwen3_5", unit_offset=True, layers=(DELTA, MODEL.layers[0], DELTA)
 )
 # Options of XLA that halve the compile time of these tiny programs.
 QUICK_COMPILE = ("xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true")

@@ -54,9 +54,7 @@ def test_long_rows_are_tried_with_mlps_in_chunks():
 
 
 def test_meshes_depend_on_model_row_length_and_network():
-    experts = dataclasses.replace(
-        TINY, family="qwen3_moe", qkv_bias=False, E=8, top_k=2, F_expert=64
-    )
+    experts = resized(TINY, family="qwen3_moe", qkv_bias=False, E=8, top_k=2, F_expert=64)
     cfg = run()
     long = dataclasses.replace(
         cfg, learner=dataclasses.replace(cfg.learner, token_budget=4096, buckets=(4096,))

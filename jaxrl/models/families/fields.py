@@ -56,7 +56,7 @@ def base_config(
 
 def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """The inverse of `base_config`, with the keys that select transformers' model class."""
-    mixer, ffn, rope = cfg.layers[0].mixer, cfg.layers[0].ffn, global_rope(cfg)
+    mixer, ffn, rope = cfg.attention_layers[0], cfg.layers[0].ffn, global_rope(cfg)
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == ffn.act)
     return dict(
         architectures=[architecture],
@@ -79,8 +79,8 @@ def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[st
 
 def global_rope(cfg: DecoderConfig) -> Rope:
     """The rotary embedding of layers without a window; of all layers if each has one."""
-    ropes = [layer.mixer.rope for layer in cfg.layers if not layer.mixer.window]
-    return ropes[0] if ropes else cfg.layers[0].mixer.rope
+    mixers = cfg.attention_layers
+    return next((mixer.rope for mixer in mixers if not mixer.window), mixers[0].rope)
 
 
 def largest_window(cfg: DecoderConfig) -> int | None:

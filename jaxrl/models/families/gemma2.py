@@ -74,7 +74,7 @@ def softcap(value: float | int | None) -> float | None:
 
 def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """The inverse of `gemma_config`."""
-    mixer = cfg.layers[0].mixer
+    mixer = cfg.attention_layers[0]
     scalar = mixer.score_scale**-2
     base = fields.base_json(cfg, model_type, architecture)
     return base | dict(

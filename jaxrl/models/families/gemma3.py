@@ -91,5 +91,5 @@ def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
 
 def local_rope(cfg: DecoderConfig) -> Rope:
     """The rotary embedding of layers with a window; of all layers if none has one."""
-    ropes = [layer.mixer.rope for layer in cfg.layers if layer.mixer.window]
-    return ropes[0] if ropes else cfg.layers[0].mixer.rope
+    mixers = cfg.attention_layers
+    return next((mixer.rope for mixer in mixers if mixer.window), mixers[0].rope)

@@ -27,6 +27,6 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = fields.base_json(cfg, "llama", "LlamaForCausalLM")
-    mixer, ffn = cfg.layers[0].mixer, cfg.layers[0].ffn
+    mixer, ffn = cfg.attention_layers[0], cfg.layers[0].ffn
     assert isinstance(ffn, MLPConfig)
     return base | dict(attention_bias=mixer.qkv_bias, mlp_bias=ffn.bias)

@@ -28,4 +28,4 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = fields.base_json(cfg, "qwen3", "Qwen3ForCausalLM")
-    return base | qwen2.windows_json(cfg) | dict(attention_bias=cfg.layers[0].mixer.qkv_bias)
+    return base | qwen2.windows_json(cfg) | dict(attention_bias=cfg.attention_layers[0].qkv_bias)

@@ -58,7 +58,7 @@ def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     return fields.base_json(cfg, "qwen3_moe", "Qwen3MoeForCausalLM") | dict(
         use_sliding_window=bool(window),
         sliding_window=window,
-        attention_bias=cfg.layers[0].mixer.qkv_bias,
+        attention_bias=cfg.attention_layers[0].qkv_bias,
         num_experts=experts.E,
         num_experts_per_tok=experts.top_k,
         moe_intermediate_size=experts.F,

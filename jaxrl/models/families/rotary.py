@@ -4,6 +4,7 @@ transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_s
 read, together too. The older names are written, because every version understands them.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -33,10 +34,14 @@ KNOWN = {
     "truncate",
     "finetuned",  # a note of the first YaRN models
 }
+# Positions of images; those of text are equal on all axes.
+MROPE = {"mrope_section", "mrope_interleaved"}
 
 
-def read_rope(c: ConfigJson, *, theta: float = 10_000.0) -> Rope:
+def read_rope(c: ConfigJson, *, theta: float = 10_000.0, partial: bool = False) -> Rope:
     """Rotary embedding of all layers; `theta` is the family's default base.
+
+    `partial`: the family may rotate a part of each head only, and may have positions of images.
 
     A non-empty rope_scaling replaces rope_parameters, as in transformers. Raises ValueError for
     scalings that are not in `ROPE_KINDS`, and if the replaced entry has another base.
@@ -55,7 +60,13 @@ def read_rope(c: ConfigJson, *, theta: float = 10_000.0) -> Rope:
         )
     if ORIGINAL_LEN in c:
         entries[ORIGINAL_LEN] = c[ORIGINAL_LEN]
-    return parse_rope(entries, max_len=c["max_position_embeddings"])
+    share, section = 1.0, ()
+    if partial:
+        share = float(entries.pop("partial_rotary_factor", 1.0))
+        section = tuple(entries.get("mrope_section") or ())
+        entries = {name: value for name, value in entries.items() if name not in MROPE}
+    rope = parse_rope(entries, max_len=c["max_position_embeddings"])
+    return dataclasses.replace(rope, rotary=share, mrope_section=section)
 
 
 def top_entries(c: ConfigJson, theta: float) -> dict[str, Any]:
@@ -191,4 +202,7 @@ def scaling_json(rope: Rope) -> dict[str, Any] | None:
 
 def parameters_json(rope: Rope) -> dict[str, Any]:
     """An object of `rope_parameters` with the base and the scaling of one kind of layer."""
-    return dict(rope_theta=rope.theta) | (scaling_json(rope) or dict(rope_type="default"))
+    partial = {} if rope.rotary == 1 else dict(partial_rotary_factor=rope.rotary)
+    kind = scaling_json(rope) or dict(rope_type="default")
+    section = dict(mrope_section=list(rope.mrope_section), mrope_interleaved=True)
+    return dict(rope_theta=rope.theta) | partial | kind | (section if rope.mrope_section else {})

@@ -80,4 +80,5 @@ def stacked_values(spec: ParamSpec, stored: Sequence[StoredAdapter], rank: int) 
                 values[index][:, ranks] = one.lora.scale * own
             else:
                 values[index] = own
+        values[index] = values[index][spec.file_rows]
     return values.reshape(*spec.stacked_shape, *spec.shape[len(spec.stacked_shape) :])

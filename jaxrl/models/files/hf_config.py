@@ -7,7 +7,17 @@ from typing import Any
 
 from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import gemma2, gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from jaxrl.models.families import (
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+)
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
 from jaxrl.models.files.weight_files import has_separate_head
@@ -21,11 +31,16 @@ FAMILIES = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "qwen3_moe": qwen3_moe,
+    "qwen3_5": qwen3_5,
     "mixtral": mixtral,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
-MODEL_TYPES = {name: name for name in FAMILIES} | {"gemma3_text": "gemma3"}
+MODEL_TYPES = {name: name for name in FAMILIES} | {
+    "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen3_5",
+}
+IMAGE_AND_TEXT = ("gemma3", "qwen3_5")  # model types whose language model is a part
 
 
 def folder_config(folder: str | Path) -> DecoderConfig:
@@ -69,7 +84,7 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
             f"model_type {model_type!r} is not known; known: {', '.join(sorted(MODEL_TYPES))}"
         )
     check_entries(config)
-    text = gemma3.text_part(config) if model_type == "gemma3" else config
+    text = FAMILIES[family].text_part(config) if model_type in IMAGE_AND_TEXT else config
     check_known(text, FAMILIES[family].ENTRIES, str(model_type))
     try:
         cfg = FAMILIES[family].from_hf(text)

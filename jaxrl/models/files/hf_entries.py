@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from jaxrl.json_text import shown
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig
 
 INTEGERS = {  # smallest and largest value
     "num_hidden_layers": (1, 1000),
@@ -27,6 +27,12 @@ INTEGERS = {  # smallest and largest value
     "sliding_window_pattern": (0, 10_000),
     "max_window_layers": (0, 10_000),
     "decoder_sparse_step": (0, 10_000),
+    "full_attention_interval": (1, 10_000),
+    "linear_num_key_heads": (1, 2**14),
+    "linear_num_value_heads": (1, 2**14),
+    "linear_key_head_dim": (1, 2**14),
+    "linear_value_head_dim": (1, 2**14),
+    "linear_conv_kernel_dim": (2, 64),
     "original_max_position_embeddings": (1, 2**31),
 }
 NUMBERS = {
@@ -51,7 +57,7 @@ FLAGS = {
     *("use_bidirectional_attention", "use_sliding_window"),
 }
 TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
-LISTS: dict[str, type] = {"layer_types": str, "mlp_only_layers": int}
+LISTS: dict[str, type] = {"layer_types": str, "mlp_only_layers": int, "mrope_section": int}
 OBJECTS = {"text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"}
 # null in these is the same as no entry, or switches a feature off.
 NULLABLE = {
@@ -120,7 +126,14 @@ def check_decoder(cfg: DecoderConfig) -> None:
     """Raises ValueError if the sizes contradict each other, or imply far too many tensors."""
     errors = []
     for mixer in dict.fromkeys(layer.mixer for layer in cfg.layers):
-        if mixer.H < 2 or mixer.H % 2:
+        if isinstance(mixer, GatedDeltaNetConfig):
+            if mixer.N % mixer.K:
+                errors.append(f"{mixer.N} value heads are not a multiple of {mixer.K} key heads")
+            continue
+        rotated = mixer.H * mixer.rope.rotary
+        if rotated < 2 or rotated % 2:
+            errors.append(f"{rotated:g} rotated features of a head are not even")
+        elif mixer.H < 2 or mixer.H % 2:
             errors.append(f"head size {mixer.H} ({cfg.D} features, {mixer.N} heads) is not even")
         if mixer.N % mixer.K:
             errors.append(

@@ -109,7 +109,7 @@ def read_param(
     slices: dict[Any, np.ndarray] = {}  # devices that hold the same slice share the read
 
     def read_tensor(info: TensorInfo) -> np.ndarray:
-        return map_tensor(info).reshape(spec.shape[n_lead:])
+        return spec.from_file(map_tensor(info))
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         if not n_lead:

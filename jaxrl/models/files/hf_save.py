@@ -199,7 +199,7 @@ def stored_tensors(params: Decoder) -> Iterator[Tensor]:
             def read(leaf=leaf, index=index, spec=spec, dtype=dtype) -> np.ndarray:
                 parts = jax.tree.map(lambda a: hosts.host_array(slice_tensor(a, index)), leaf)
                 values = dense_on_host(parts) if isinstance(parts, QUANTIZED) else parts
-                return values.astype(dtype, copy=False).reshape(spec.hf_shape)
+                return spec.to_file(values.astype(dtype, copy=False))
 
             yield Tensor(name, dtype, spec.hf_shape, read)
 

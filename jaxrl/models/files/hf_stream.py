@@ -76,7 +76,15 @@ def _write(maps: Mapping[str, np.ndarray], spec: ParamSpec, box: Box, values: np
     for index in _indices(box[:n_lead]):
         name = names[int(np.ravel_multi_index(index, spec.stacked_shape)) if n_lead else 0]
         start = tuple(i - part.start for i, part in zip(index, box, strict=False))
-        maps[name].reshape(spec.shape[n_lead:])[box[n_lead:]] = values[start]
+        shape, (rows, *rest) = spec.shape[n_lead:], box[n_lead:]
+        if not spec.blocks:
+            maps[name].reshape(shape)[rows, *rest] = values[start]
+            continue
+        # The first two axes are the rows of the file, in another order.
+        order = spec.file_rows
+        assert isinstance(order, np.ndarray)
+        chosen = order.reshape(shape[:2])[rows, rest[0]]
+        maps[name].reshape(-1, *shape[2:])[chosen, *rest[1:]] = values[start]
 
 
 def _indices(box: Box) -> Iterator[tuple[int, ...]]:

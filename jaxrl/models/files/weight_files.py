@@ -25,7 +25,8 @@ ADVICE = "download or export the model again"
 
 # Image-and-text checkpoints store the language model under a prefix, next to unused parts.
 PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
-SKIPPED_PARTS = ("vision_tower.", "multi_modal_projector.")
+SKIPPED_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
+DRAFTER = "mtp."  # predicts several tokens; transformers does not run it
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers that follow from config.json
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # of two tables at a time
@@ -167,7 +168,8 @@ def language_name(name: str) -> str:
 
 def is_skipped(name: str) -> bool:
     """Whether a tensor is not a parameter of the language model."""
-    return name.removeprefix("model.").startswith(SKIPPED_PARTS) or name.endswith(COMPUTED)
+    parts = (*SKIPPED_PARTS, DRAFTER)
+    return name.removeprefix("model.").startswith(parts) or name.endswith(COMPUTED)
 
 
 def has_separate_head(folder: Path) -> bool:

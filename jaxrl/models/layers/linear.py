@@ -151,7 +151,10 @@ class Linear(nnx.Module):
         bias: bool = False,
         lora: LoRA | None = None,
         base_dtype: str = "",
+        blocks: tuple[int, ...] = (),
     ):
+        if blocks:  # of the rows of every [out, in] and [out] in the file
+            make = in_blocks(make, blocks)
         x_dims, rest = eq.split(",")
         w_dims, out_dims = rest.split("->")
         self.n_out = sum(d not in x_dims for d in w_dims)
@@ -332,9 +335,21 @@ def make_spec(prefix: str, layers: range = range(0)) -> MakeParam:
     """The `make` that fills a module with ParamSpecs; stacked `layers` get a leading axis."""
     leading = (len(layers),) if layers else ()
 
-    def make(name, shape, axes, *, init="normal", hf_shape=None, dtype=None) -> ParamSpec:
+    def make(
+        name, shape, axes, *, init="normal", hf_shape=None, dtype=None, blocks=()
+    ) -> ParamSpec:
         stacked_axes = ("layers",) * len(leading) + tuple(axes)
         sizes, hf = leading + tuple(shape), prefix + name
-        return ParamSpec(sizes, stacked_axes, init, hf, hf_shape or shape, dtype, layers)
+        return ParamSpec(sizes, stacked_axes, init, hf, hf_shape or shape, dtype, layers, blocks)
 
     return make
+
+
+def in_blocks(make: MakeParam, blocks: tuple[int, ...]) -> MakeParam:
+    """`make`, with these blocks of rows for all parts of a linear layer whose rows are outputs."""
+
+    def make_part(name, shape, axes, **options) -> Any:
+        has_outputs = not name.endswith(("lora_A.weight", "lora_A_start.weight", "lora_gains"))
+        return make(name, shape, axes, **options, blocks=blocks if has_outputs else ())
+
+    return make_part

@@ -26,7 +26,9 @@ class Rotation:
 def rotations(mixers: Sequence[AttentionConfig]) -> Rotation:
     """The rotary embeddings of layers, stacked."""
     amplitudes = np.array([mixer.rope.attention_factor for mixer in mixers], np.float32)
-    inv_freq = np.stack([inverse_frequencies(mixer.rope, mixer.H) for mixer in mixers])
+    inv_freq = np.stack(
+        [inverse_frequencies(mixer.rope, int(mixer.H * mixer.rope.rotary)) for mixer in mixers]
+    )
     return Rotation(inv_freq, amplitudes if np.any(amplitudes != 1) else None)
 
 
@@ -81,10 +83,14 @@ def _divided_share(rope: Rope, head_dim: int) -> np.ndarray:
 def rotate(
     x: Float[Array, "B T N H"], positions: Int[Array, "B T"], rotation: Rotation
 ) -> Float[Array, "B T N H"]:
-    """Rotates the feature pairs (x[i], x[i + H/2]) by position * inv_freq[i], in float32.
+    """Rotates the feature pairs (x[i], x[i + R/2]) by position * inv_freq[i], in float32.
 
-    They are scaled by the amplitude, so scores are scaled by its square.
+    R is twice the number of frequencies; features from R on stay as they are. Rotated pairs are
+    scaled by the amplitude, so scores are scaled by its square.
     """
+    R = 2 * rotation.inv_freq.shape[-1]
+    if x.shape[-1] > R:
+        return jnp.concatenate([rotate(x[..., :R], positions, rotation), x[..., R:]], axis=-1)
     angles = positions[:, :, None, None].astype(jnp.float32) * rotation.inv_freq
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rotation.amplitude is not None:

@@ -151,7 +151,7 @@ def weights(
     file: GgufFile, tensors: Mapping[str, GgufTensor], cfg: DecoderConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
     """The dequantized tensors in the order of `tensors`."""
-    mixer = cfg.layers[0].mixer
+    mixer = cfg.attention_layers[0]
     heads = {"self_attn.q_proj": mixer.N, "self_attn.k_proj": mixer.K}
     for name, tensor in tensors.items():
         w = dequantized(file, tensor)

@@ -1,0 +1,183 @@
+"""Gated DeltaNet (https://arxiv.org/abs/2412.06464) over packed rows, and its convolution."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl.kernels.choice import Implementations, choose
+from jaxrl.kernels.gated_delta.chunked import CHUNK, gated_delta_chunked
+from jaxrl.kernels.gated_delta.convolution import convolve
+from jaxrl.kernels.gated_delta.limits import unsupported_by_mosaic, unsupported_by_triton
+from jaxrl.kernels.gated_delta.reference import gated_delta_reference
+from jaxrl.kernels.gated_delta.runs import parent_chunks
+from jaxrl.kernels.gated_delta.step import gated_delta_step_xla
+from jaxrl.kernels.visibility import Visibility
+from sharding import Rules
+
+IMPLEMENTATIONS = {"chunked": gated_delta_chunked, "reference": gated_delta_reference}
+STEPS: Implementations = {
+    "mosaic": "jaxrl.kernels.gated_delta.step_tpu:gated_delta_step_tpu",
+    "triton": "jaxrl.kernels.gated_delta.step_gpu:gated_delta_step_gpu",
+    "xla": gated_delta_step_xla,
+}
+DEFAULTS = {
+    "cpu": ("xla", "plain XLA"),
+    "gpu": ("triton", "a Pallas kernel that reads the state once"),
+    "tpu": ("mosaic", "a Pallas kernel that reads the state once"),
+}
+
+
+def gated_delta(
+    q: Float[Array, "B T K D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T N V"],
+    g: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    *,
+    segments: Int[Array, "B T"],
+    rules: Rules,
+    state: Float[Array, "B N D V"] | None = None,
+    visibility: Visibility | None = None,
+    align: int = CHUNK,
+    implementation: str = "chunked",
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
+    """Outputs, and the float32 state after the last token of each row.
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) k_tᵀ S_{t-1}); o_t = D^-0.5 S_tᵀ q_t, where
+    q and k are l2-normalized, g <= 0, and head K serves N / K heads of v. Every segment starts with
+    zeros, but the first of a row with `state` if there is one. Padding (segment 0) gives zeros and
+    does not change the state.
+
+    With `visibility` segments share prefixes (kernels/visibility.py): they start with the state
+    after the token before them. They must begin at, and share, multiples of `align` tokens.
+
+    `rules` are those of whole rows (rows.py). Raises ValueError if heads do not divide over the
+    devices that share them.
+    """
+    _check_heads(v.shape[2], rules)
+    heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
+    rows, states = rules.spec("batch", None), rules.spec("batch", "heads", None, None)
+    if state is None:
+        shape = (len(v), v.shape[2], k.shape[3], v.shape[3])
+        state = jnp.zeros(shape, jnp.float32, out_sharding=states)
+    chunk = _chunk_len(visibility, v.shape[1], align)
+
+    def local(q, k, v, g, beta, segments, state, visibility):
+        parents = _parents(visibility, chunk)
+        return IMPLEMENTATIONS[implementation](q, k, v, g, beta, segments, state, parents)
+
+    specs = (heads, heads, heads, gates, gates, rows, states, rows)
+    args = (q, k, v, g, beta, segments, state, visibility)
+    with jax.named_scope("gated_delta"):
+        return _shard(local, args, specs, (heads, states))
+
+
+def gated_delta_step(
+    q: Float[Array, "B T K D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T N V"],
+    g: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    state: Float[Array, "B N D V"],
+    *,
+    live: Bool[Array, "B T"],
+    rules: Rules,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
+    """`gated_delta` of the next tokens of B sequences, from their float32 states to the new ones.
+
+    T is small: 1 in decode, a few to verify draft tokens. Tokens that are not `live`, which follow
+    the others, give zeros and do not change the state. To accept some of the draft tokens, call it
+    again from the old state with these live: the outputs of that call cost nothing if unused.
+
+    `implementation` is config.model.gated_delta; None or "auto" selects by backend.
+    """
+    sizes, defaults = (v.shape[1], k.shape[3], v.shape[3]), DEFAULTS
+    if why := unsupported_by_triton(*sizes):
+        reason = f"plain XLA, because 'triton' does not support {why}"
+        defaults = defaults | {"gpu": ("xla", reason)}
+    if why := unsupported_by_mosaic(*sizes):
+        reason = f"plain XLA, because 'mosaic' does not support {why}"
+        defaults = defaults | {"tpu": ("xla", reason)}
+    step = choose(
+        "config.model.gated_delta", implementation, implementations=STEPS, defaults=defaults
+    )
+    _check_heads(v.shape[2], rules)
+    heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
+    rows, states = rules.spec("batch", None), rules.spec("batch", "heads", None, None)
+    specs = (heads, heads, heads, gates, gates, rows, states)
+    with jax.named_scope("gated_delta_step"):
+        out, state = _shard(step, (q, k, v, g, beta, live, state), specs, (heads, states))
+    return out.astype(v.dtype), state
+
+
+def causal_conv(
+    x: Float[Array, "B T N H"],
+    w: Float[Array, "N2 H W"],
+    *,
+    segments: Int[Array, "B T"],
+    rules: Rules,
+    tail: Float[Array, "B W1 N H"] | None = None,
+    visibility: Visibility | None = None,
+    align: int = CHUNK,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B W1 N H"]]:
+    """silu of the causal depthwise convolution, and the last W - 1 tokens of each row.
+
+    y_t = sum over s of w[..., W - 1 - s] x_{t - s}, over the tokens of t's segment, or of its path
+    with `visibility`. `tail` [B, W - 1, N, H] has the tokens before the row's first segment, which
+    then begins at place 0. Padding gives zeros and leaves the tail as it is. Heads of `w` are
+    repeated to those of `x`. The other arguments are those of `gated_delta`.
+    """
+    heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
+    weights = rules.spec("heads", None, None)
+    if (copies := x.shape[2] // w.shape[0]) > 1:
+        w = jnp.repeat(jax.reshard(w, jax.P()), copies, axis=0)
+    chunk = _chunk_len(visibility, x.shape[1], align)
+    if visibility is not None and chunk < w.shape[-1] - 1:
+        raise ValueError(
+            f"shared prefixes of multiples of {align} tokens are shorter than the convolution of "
+            f"{w.shape[-1]} tokens; set config.learner.segment_align to a multiple of {CHUNK}"
+        )
+
+    def local(x, w, segments, tail, visibility):
+        return convolve(x, w, segments, tail, _parents(visibility, chunk))
+
+    specs, args = (heads, weights, rows, heads, rows), (x, w, segments, tail, visibility)
+    with jax.named_scope("causal_conv"):
+        return _shard(local, args, specs, (heads, heads))
+
+
+def _shard(local: Callable, args: tuple, specs: tuple, out_specs: tuple):
+    """`local` on each device's rows and heads."""
+    args = tuple(
+        jax.tree.map(lambda a, to=spec: jax.reshard(a, to), arg)
+        for arg, spec in zip(args, specs, strict=True)
+    )
+    return jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)(*args)
+
+
+def _parents(visibility: Visibility | None, chunk: int) -> jax.Array | None:
+    return None if visibility is None else parent_chunks(visibility, chunk)
+
+
+def _chunk_len(visibility: Visibility | None, row_len: int, align: int) -> int:
+    """Tokens of a chunk that segments with shared prefixes begin at multiples of."""
+    chunk = math.gcd(align, CHUNK)
+    if visibility is not None and row_len % chunk:
+        raise ValueError(
+            f"a row of {row_len} tokens with shared prefixes is not a multiple of {chunk}; set "
+            "config.learner.buckets to multiples of config.learner.segment_align"
+        )
+    return chunk
+
+
+def _check_heads(n_heads: int, rules: Rules) -> None:
+    if n_heads % (n := rules.n_shards("heads")):
+        shown = " x ".join(rules.mesh_axes("heads"))
+        raise ValueError(
+            f"{n_heads} value heads of gated DeltaNet cannot be shared by {n} devices ({shown}); "
+            f"set config.mesh sizes whose product divides {n_heads}"
+        )

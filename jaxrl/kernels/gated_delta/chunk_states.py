@@ -1,0 +1,106 @@
+"""The states between the chunks of a row: the one sequential part of the chunked form.
+
+A chunk starts from the state S of its parent, corrects its values to x = u - w S, and ends with
+the state decay S + kᵀ (weight x). Forward keeps the state at the start of every chunk, and no state
+per token. The backward pass is written out: differentiated by JAX, a row whose chunks read the
+states of earlier ones would cost the square of its chunks.
+
+Letters: n chunks, B rows, K key heads, R value heads per key head, C tokens, D and V widths.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def product(subscripts: str, a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    """Einsum of operands in `dtype`, summed in float32."""
+    precision = "highest" if dtype == jnp.float32 else None
+    a, b = a.astype(dtype), b.astype(dtype)
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunk_states(dtype, u, w, k, weight, decay, state, parents):
+    """(corrected values, states at the starts of chunks, final states).
+
+    Args:
+      dtype: of the operands of products, and of the returned states at starts.
+      u: [n, B, K, R, C, V] in `dtype`, values before the correction.
+      w: [n, B, K, R, C, D] in `dtype`.
+      k: [n, B, K, C, D] in `dtype`.
+      weight: float32 [n, B, K, R, C], of each token in the state at the end of its chunk.
+      decay: float32 [n, B, K, R], of the state at the start of a chunk until its end.
+      state: float32 [B, K, R, D, V], before the first chunk.
+      parents: int32 [n, B], the chunk whose final state each one starts from, or -1 for `state`.
+        None: the chunk before it.
+    """
+    return _forward(dtype, u, w, k, weight, decay, state, parents)[0]
+
+
+def _forward(dtype, u, w, k, weight, decay, state, parents):
+    def chunk(ends, xs):
+        (u, w, k, weight, decay), parent, c = xs
+        start = _read(ends, parent)
+        x = u - product("BKRCD,BKRDV->BKRCV", w, start, dtype)
+        update = product("BKCD,BKRCV->BKRDV", k, weight[..., None] * x, dtype)
+        end = decay[..., None, None] * start + update
+        ends = end if parent is None else ends.at[c + 1].set(end)
+        return ends, (x.astype(dtype), start.astype(dtype))
+
+    inputs = (u, w, k, weight, decay)
+    n = len(u)
+    ends = state
+    if parents is not None:
+        ends = jnp.zeros((n + 1, *state.shape), state.dtype).at[0].set(state)
+    ends, (x, starts) = lax.scan(chunk, ends, (inputs, parents, jnp.arange(n)))
+    final = ends if parents is None else ends[n]
+    return (x, starts, final), (*inputs[1:], x, starts, parents)
+
+
+def _read(ends, parent):
+    """The state at the end of each row's parent, of `ends` [n + 1, B, ...]."""
+    if parent is None:
+        return ends
+    return jax.vmap(lambda ends, p: ends[p + 1], (1, 0))(ends, parent)
+
+
+def _backward(dtype, residuals, cotangents):
+    w, k, weight, decay, x, starts, parents = residuals
+    d_x, d_starts, d_final = cotangents
+    n = len(w)
+
+    def chunk(d_ends, xs):
+        (w, k, weight, decay, x, start, d_x, d_start), parent, c = xs
+        d_end = d_ends if parent is None else d_ends[c + 1]
+        read = product("BKCD,BKRDV->BKRCV", k, d_end, dtype)
+        d_x = d_x + weight[..., None] * read
+        d_weight = jnp.sum(read * x, axis=-1)
+        d_decay = jnp.sum(d_end * start, axis=(-2, -1))
+        into = decay[..., None, None] * d_end + d_start
+        into -= product("BKRCD,BKRCV->BKRDV", w, d_x, dtype)
+        d_ends = into if parent is None else _add(d_ends, parent, into)
+        return d_ends, (d_x.astype(dtype), d_end.astype(dtype), d_weight, d_decay)
+
+    d_ends = d_final
+    if parents is not None:
+        d_ends = jnp.zeros((n + 1, *d_final.shape), d_final.dtype).at[n].set(d_final)
+    inputs = (w, k, weight, decay, x, starts, d_x, d_starts)
+    xs = (inputs, parents, jnp.arange(n))
+    d_ends, (d_x, d_end, d_weight, d_decay) = lax.scan(chunk, d_ends, xs, reverse=True)
+    d_w = -product("nBKRCV,nBKRDV->nBKRCD", d_x, starts, dtype)
+    d_k = product("nBKRCV,nBKRDV->nBKCD", weight[..., None] * x, d_end, dtype)
+    d_state = d_ends if parents is None else d_ends[0]
+    d_parents = None if parents is None else np.zeros(parents.shape, jax.dtypes.float0)
+    return d_x, d_w.astype(w.dtype), d_k.astype(k.dtype), d_weight, d_decay, d_state, d_parents
+
+
+def _add(d_ends, parent, into):
+    """Adds each row's `into` to its parent's entry of `d_ends` [n + 1, B, ...]."""
+    return d_ends.at[parent + 1, jnp.arange(len(parent))].add(into)
+
+
+chunk_states.defvjp(_forward, _backward)

@@ -1,0 +1,40 @@
+"""Inputs of the part of a layer that mixes the tokens of a row."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from flax import struct
+
+from jaxrl import types
+from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.models.layers.rope import Rotation
+
+
+@runtime_checkable
+class RowOps(Protocol):
+    """The operations between the tokens of rows: packed in training, with a cache in rollout.
+
+    Both return the output and the state after the layer. `index` is that of a stacked layer.
+    """
+
+    def attend(self, q, k, v, spec: AttentionSpec, window, index, state) -> tuple[jax.Array, Any]:
+        """Attention of q [B, T, N, H] to k and v [B, T, K, H]; the output is [B, T, N, H]."""
+        ...
+
+    def delta(self, qk, v, g, beta, conv, index, state) -> tuple[jax.Array, Any]:
+        """Convolutions and the gated delta rule; the output is [B, T, N, V].
+
+        `qk` [B, T, K, 2 D] are queries and keys before their convolution, `v` [B, T, N, V] the
+        values; `g` and `beta` [B, T, N]; `conv` the weights of both convolutions, [heads, features,
+        taps].
+        """
+        ...
+
+
+@struct.dataclass
+class LayerPlace:
+    """Values that differ between layers with equal parameters; stacked layers: [L, ...] each."""
+
+    rotation: Rotation | None  # None: layers without one
+    window: types.Array | None  # int32; None: the window is static
+    index: types.Array | None  # int32; None: of a list, whose layers get their part of the cache
