@@ -145,7 +145,6 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     from jaxrl.engine.engine import PagedEngine
     from jaxrl.models.decoder import init_model
     from jaxrl.models.files.hf_load import load_model
-    from jaxrl.models.flops import score_features
     from jaxrl.models.kv_cache import page_bytes
     from jaxrl.planner.model_shape import model_shape
     from jaxrl.runtime.host_memory import keep_freed_memory
@@ -183,7 +182,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             head_params=params.unembed.size,
             param_bytes=params.embed.dtype.itemsize,
             key_bytes=page_bytes(cfg, 1, engine.pool.dtype),
-            key_flops=4 * score_features(cfg),
+            key_flops=4 * cfg.score_features,
         )
         clock = time.process_time if on_cpu else time.perf_counter
         measured = []

@@ -210,6 +210,11 @@ class DecoderConfig:
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)]
 
     @property
+    def score_features(self) -> int:
+        """Features of all layers' queries: a (query, key) pair has two products of so many."""
+        return sum(mixer.N * mixer.H for mixer in self.attention_layers)
+
+    @property
     def expert_layers(self) -> list[MoEConfig]:
         """The mixtures of experts in order of the layers; none in a dense model."""
         return [layer.ffn for layer in self.layers if isinstance(layer.ffn, MoEConfig)]

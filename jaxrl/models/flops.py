@@ -29,11 +29,6 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     return float(2 * weights * n.sum() + products)
 
 
-def score_features(cfg: DecoderConfig) -> int:
-    """Features of the queries of all layers: a (query, key) pair has two products of so many."""
-    return sum(mixer.N * mixer.H for mixer in cfg.attention_layers)
-
-
 def _visible_keys(n: np.ndarray, window: int) -> np.ndarray:
     """(token, visible key) pairs per sequence; window 0 means all earlier keys."""
     visible = np.minimum(n, window) if window else n

@@ -11,7 +11,6 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
-from jaxrl.models.flops import score_features
 from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
 
@@ -180,7 +179,7 @@ def kept_features(
     again, in chunks (learner.mlp_chunk). A loop over stacked layers keeps every intermediate array
     of "none"; in a list, the compiler computes those between two products again.
     """
-    attention, ffw = score_features(d) / d.L / tensor, _ffw(d, expert) / tensor
+    attention, ffw = d.score_features / d.L / tensor, _ffw(d, expert) / tensor
     every = _product_features(d, tensor, expert)
     if not keeps_mlp:
         every, ffw = every - 3 * ffw, 0.0
@@ -254,7 +253,7 @@ def _passes_seconds(
     chip, d = job.machine.chip, sizes.decoder
     tp, s, e, wide = sizes.tensor, sizes.sequence, sizes.expert, sizes.item_bytes
     seq_len = job.lengths.prompt + job.lengths.response
-    attention = 2 * 2 * score_features(d) * seq_len / 2
+    attention = 2 * 2 * d.score_features * seq_len / 2
     in_layers = 2 * (sizes.active_params - sizes.head * (1 if d.tied else 2)) + attention
     local = sizes.calls * sizes.call_tokens / sizes.stage  # tokens, each in all layers
     rate = tp * chip.rate("f32" if wide == 4 else "bf16")
