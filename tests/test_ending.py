@@ -127,7 +127,10 @@ with stop_on_signals(stop), before_ending(lock.unlink):
     assert process.stdout is not None and process.stdout.readline() == "SIGINT\n"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors.startswith("SIGINT: stopped at once")
+    first, second = errors.strip().split("\n")
+    assert process.returncode == 130
+    assert first.startswith("SIGINT: the run stops as soon as it can save")
+    assert second.startswith("SIGINT: stopped at once")
     assert not (tmp_path / "lock").exists()
 
 

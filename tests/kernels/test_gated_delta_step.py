@@ -33,15 +33,9 @@ def problem(T, *, heads=(2, 4), D=16, V=32):
     ]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "T"),
-    [
-        (gated_delta_step_tpu, 3),
-        pytest.param(gated_delta_step_gpu, 3, marks=pytest.mark.thorough),
-        pytest.param(gated_delta_step_tpu, 1, marks=pytest.mark.thorough),
-        pytest.param(gated_delta_step_gpu, 1, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("kernel", [gated_delta_step_tpu, gated_delta_step_gpu])
 def test_kernels_give_the_outputs_and_states_of_plain_xla(kernel, T):
     args = problem(T)
     got = jax.jit(functools.partial(kernel, interpret=True))(*args)

@@ -19,10 +19,10 @@ from sharding import (
     check_host_memory,
     host_bytes_per_device,
     make_mesh,
-    memory,
     to_device,
     to_host,
 )
+from sharding.tree import HOST_MEMORY_KIND
 from tests.learner.tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
 from tests.marks import graded
 from tests.models.resized import resized
@@ -58,7 +58,7 @@ def test_an_offloaded_optimizer_takes_the_same_steps():
     with jax.set_mesh(make_mesh(**MESH)):
         state, metrics, n_more = stepped(offload=True)
         want, want_metrics, _ = stepped(offload=False)
-    assert kinds(state.opt_state) == {memory.HOST_MEMORY_KIND} and kinds(state.params) == {"device"}
+    assert kinds(state.opt_state) == {HOST_MEMORY_KIND} and kinds(state.params) == {"device"}
     assert n_more == 0
     assert_same_steps((state, metrics), (want, want_metrics))
 
@@ -118,7 +118,7 @@ def test_sums_of_gradients_stay_in_host_memory():
         abstract = update.abstract_zeros(params)
         added = update.accumulate(params, None, total, update.put(BATCHES[0]))
     for found in (total, abstract, added):
-        assert kinds(found.grads) == {memory.HOST_MEMORY_KIND}
+        assert kinds(found.grads) == {HOST_MEMORY_KIND}
         assert bytes_per_device(found.grads) == 0
     assert host_bytes_per_device(abstract.grads) == host_bytes_per_device(added.grads)
     grads = jax.tree.leaves(jax.device_get(added.grads))
@@ -159,7 +159,7 @@ def test_a_checkpoint_is_restored_to_the_memory_that_the_run_configures(offload,
         )
         restored, _ = checkpoints.restore(abstract)
         checkpoints.close()
-    assert kinds(restored.opt_state) == {memory.HOST_MEMORY_KIND if offload else "device"}
+    assert kinds(restored.opt_state) == {HOST_MEMORY_KIND if offload else "device"}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
 
 
@@ -168,7 +168,7 @@ def test_a_tree_survives_the_round_trip_to_host_memory():
         params = new_params()
         on_host = to_host(params)
         again = to_device(on_host)
-    assert kinds(on_host) == {memory.HOST_MEMORY_KIND} and kinds(again) == {"device"}
+    assert kinds(on_host) == {HOST_MEMORY_KIND} and kinds(again) == {"device"}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))
     assert [a.sharding for a in jax.tree.leaves(again)] == [
         a.sharding for a in jax.tree.leaves(params)

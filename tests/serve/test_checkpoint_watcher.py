@@ -36,6 +36,7 @@ from jaxrl.serve.score import score
 from jaxrl.types import TrainState
 from sharding import make_mesh
 from sharding.rules import DECODE, TRAIN
+from tests.models.resized import resized
 from tests.serve.serve_cases import arguments, direct, metric, serving, wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def policy(folder, step, **changes):
     if step == 0:
         with jax.set_mesh(make_mesh()):
             return load_model(folder, rules=TRAIN)[1]
-    cfg = dataclasses.replace(model_config(folder), **changes)
+    cfg = resized(model_config(folder), **changes)
     with jax.set_mesh(make_mesh()):
         params = init_params(jax.random.key(step), decoder_specs(cfg), TRAIN, jnp.float32)
         return jax.tree.map(lambda w: w * 4.0 if w.ndim > 1 else w, params)

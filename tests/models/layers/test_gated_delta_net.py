@@ -54,7 +54,10 @@ def test_remat_of_parts_of_a_period_is_an_error():
                 check_whole_periods(part, 4)
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize(
+    "stacked",
+    [pytest.param(False, id="list", marks=pytest.mark.thorough), pytest.param(True, id="stacked")],
+)
 def test_adapters_of_every_projection_are_saved_and_merged(stacked, one_device, tmp_path):
     cfg, base = load_model(FOLDER, rules=TRAIN, stacked=stacked)
     names = {name.rpartition(".")[2] for name in linear_layers(cfg)}
