@@ -26,7 +26,8 @@ from safetensors.numpy import load_file, save_file
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
-DORA = ("gemma2", "mixtral", "qwen2")  # checkpoints with a DoRA adapter
+LINEAR_ATTENTION = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+DORA = ("gemma2", "mixtral", "qwen2", "qwen3_5")  # checkpoints with a DoRA adapter
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
 TABLES = ("llama", "qwen2")  # checkpoints with adapters of the embedding table and the output head
 SCORES = ("llama", "qwen2")  # classifiers with an adapter
@@ -59,7 +60,7 @@ def outputs(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]
 def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
     """Dense models have adapters on all linear layers; a mixture of experts on attention."""
     dense = "mixtral" not in name and "moe" not in name
-    targets = ATTENTION + MLP * dense
+    targets = ATTENTION + MLP * dense + LINEAR_ATTENTION * name.startswith("qwen3_5")
     source = base_folder(models, case, name)
     settings = dict(target_modules=targets, task_type="CAUSAL_LM") | settings
     model = get_peft_model(base_model(source), LoraConfig(r=4, lora_alpha=6, **settings)).eval()

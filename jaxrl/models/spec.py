@@ -33,7 +33,7 @@ class ParamSpec:
     hf: str  # e.g. "model.layers.0.mlp.up_proj.weight"
     hf_shape: tuple[int, ...]  # of one tensor in the file
     dtype: str | None = None  # of parts of quantized weights; None: the model's
-    layers: range = range(0)  # numbers of stacked layers in the file; empty: 0, 1, ...
+    layers: range = range(0)  # numbers of the stacked layers in the file
     # The tensor in the file is a sequence of blocks, each with so many rows for every index of the
     # first axis; here all rows of an index are adjacent. (): in the same order.
     blocks: tuple[int, ...] = ()
