@@ -36,7 +36,7 @@ DEEP = resized(STACKED, L=4, windows=(9, 0, 0, 20))
 
 @functools.cache
 def alone(model):
-    return all_numbers(BALANCED if model.E else CFG, BATCHES, {}, model, TRAIN)
+    return all_numbers(BALANCED if model.expert_layers else CFG, BATCHES, {}, model, TRAIN)
 
 
 def by_1f1b(cfg, remat: str = "full"):
