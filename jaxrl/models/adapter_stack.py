@@ -94,7 +94,7 @@ def _with_ids(part: Tree, ids: jax.Array, *, stacked: bool = False) -> Tree:
             return node
         new = jax.tree.map(lambda leaf: leaf, node)
         n_layers = node.a.shape[:1] if stacked else ()  # a scan takes it from every array
-        new.ids = nnx.data(jnp.broadcast_to(ids, (*n_layers, *ids.shape)) if stacked else ids)
+        new.ids = nnx.data(jnp.broadcast_to(ids, (*n_layers, *ids.shape)))
         return new
 
     return jax.tree.map(with_ids, part, is_leaf=is_adapter)

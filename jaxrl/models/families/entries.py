@@ -152,3 +152,25 @@ def check_no_code(config: Mapping[str, Any]) -> None:
             f"auto_map names code of the model, {shown(models)}, and code of a model folder is "
             "not run; remove auto_map from config.json if the model has the standard architecture"
         )
+
+
+def language_part(
+    config: Mapping[str, Any], known: Entries, model_type: str, *, tied: bool
+) -> Mapping[str, Any]:
+    """The language model of an image-and-text model (its `text_config`) as a text model's config.
+
+    The embedding is tied by the entry of the top level, as in transformers; `tied` is its default.
+    Raises ValueError for a missing part, another type, and entries that are not `known`.
+    """
+    check_known(config, known, model_type)
+    text, text_type = config.get("text_config"), f"{model_type}_text"
+    if not text:
+        raise ValueError(f"text_config is missing; the model_type of a text model is {text_type}")
+    if (found := text.get("model_type", text_type)) != text_type:
+        raise ValueError(f"model_type of text_config is {found!r}; {text_type} is supported")
+    tied = config.get("tie_word_embeddings", tied)
+    if (found := text.get("tie_word_embeddings", tied)) != tied:
+        raise ValueError(
+            f"tie_word_embeddings is {tied} and {found} in text_config; set both to the same"
+        )
+    return {**text, "tie_word_embeddings": tied}

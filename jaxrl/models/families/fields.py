@@ -88,17 +88,22 @@ def largest_window(cfg: DecoderConfig) -> int | None:
     return max(layer.mixer.window for layer in cfg.layers) or None
 
 
+def read_layer_types(c: ConfigJson, default: list[str], known: tuple[str, ...]) -> list[str]:
+    """`layer_types`. Raises ValueError for unknown ones, and if a layer has none."""
+    types = c.get("layer_types") or default
+    if unknown := sorted(set(types) - set(known)):
+        raise ValueError(f"layer_types {unknown} are not known; known: {', '.join(known)}")
+    if len(types) != (n_layers := c["num_hidden_layers"]):
+        raise ValueError(f"layer_types has {len(types)} entries for {n_layers} layers")
+    return types
+
+
 def read_windows(c: ConfigJson, window: int | None, default_types: list[str]) -> tuple[int, ...]:
     """Window of each layer by its type, 0 for global layers; () if no layer has a window.
 
     Raises ValueError for unknown types, and for local layers without a window.
     """
-    types = c.get("layer_types") or default_types
-    if unknown := set(types) - {LOCAL, GLOBAL}:
-        raise ValueError(f"layer_types {sorted(unknown)} are not known; known: {LOCAL}, {GLOBAL}")
-    if len(types) != c["num_hidden_layers"]:
-        n_layers = c["num_hidden_layers"]
-        raise ValueError(f"layer_types has {len(types)} entries for {n_layers} layers")
+    types = read_layer_types(c, default_types, (LOCAL, GLOBAL))
     if LOCAL not in types:
         return ()
     if not window:

@@ -53,28 +53,14 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 
 
 def text_part(config: fields.ConfigJson) -> fields.ConfigJson:
-    """The language model of an image-and-text model (its `text_config`) as a text model's config.
-
-    The embedding is tied by the entry of the top level, as in transformers. Raises ValueError for
-    entries that an image-and-text model reads otherwise.
-    """
-    entries.check_known(config, IMAGE_ENTRIES, "gemma3")
-    text = config.get("text_config")
-    if not text:
-        raise ValueError("text_config is missing; the model_type of a text model is gemma3_text")
-    if (found := text.get("model_type", "gemma3_text")) != "gemma3_text":
-        raise ValueError(f"model_type of text_config is {found!r}; gemma3_text is supported")
-    tied = config.get("tie_word_embeddings", True)
-    if (found := text.get("tie_word_embeddings", tied)) != tied:
-        raise ValueError(
-            f"tie_word_embeddings is {tied} and {found} in text_config; set both to the same"
-        )
+    """`entries.language_part`, which has no cap of the logits: transformers would ignore it."""
+    text = entries.language_part(config, IMAGE_ENTRIES, "gemma3", tied=True)
     if (cap := text.get("final_logit_softcapping")) is not None:
         raise ValueError(
             f"final_logit_softcapping is {cap}, which transformers ignores in image-and-text "
             "models; remove it from text_config"
         )
-    return {**text, "tie_word_embeddings": tied}
+    return text
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:

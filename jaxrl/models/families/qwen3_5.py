@@ -73,11 +73,7 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 def _layer_types(c: fields.ConfigJson) -> list[str]:
     n_layers, period = c["num_hidden_layers"], c.get("full_attention_interval") or 4
     default = [LINEAR if (i + 1) % period else rotary.GLOBAL for i in range(n_layers)]
-    types = c.get("layer_types") or default
-    if unknown := sorted(set(types) - {LINEAR, rotary.GLOBAL}):
-        raise ValueError(f"layer_types {unknown} are not known; known: {LINEAR}, {rotary.GLOBAL}")
-    if len(types) != n_layers:
-        raise ValueError(f"layer_types has {len(types)} entries for {n_layers} layers")
+    types = fields.read_layer_types(c, default, (LINEAR, rotary.GLOBAL))
     if rotary.GLOBAL not in types:
         raise ValueError(
             f"layer_types has no {rotary.GLOBAL}; a model without attention is unknown"
@@ -86,22 +82,8 @@ def _layer_types(c: fields.ConfigJson) -> list[str]:
 
 
 def text_part(config: fields.ConfigJson) -> fields.ConfigJson:
-    """The language model of an image-and-text model (its `text_config`) as a text model's config.
-
-    Raises ValueError if it is missing or of another type.
-    """
-    entries.check_known(config, IMAGE_ENTRIES, "qwen3_5")
-    text = config.get("text_config")
-    if not text:
-        raise ValueError("text_config is missing; the model_type of a text model is qwen3_5_text")
-    if (found := text.get("model_type", "qwen3_5_text")) != "qwen3_5_text":
-        raise ValueError(f"model_type of text_config is {found!r}; qwen3_5_text is supported")
-    tied = config.get("tie_word_embeddings", False)
-    if (found := text.get("tie_word_embeddings", tied)) != tied:
-        raise ValueError(
-            f"tie_word_embeddings is {tied} and {found} in text_config; set both to the same"
-        )
-    return {**text, "tie_word_embeddings": tied}
+    """`entries.language_part`."""
+    return entries.language_part(config, IMAGE_ENTRIES, "qwen3_5", tied=False)
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
