@@ -131,10 +131,10 @@ def check_decoder(cfg: DecoderConfig) -> None:
                 errors.append(f"{mixer.N} value heads are not a multiple of {mixer.K} key heads")
             continue
         rotated = mixer.H * mixer.rope.rotary
-        if rotated < 2 or rotated % 2:
-            errors.append(f"{rotated:g} rotated features of a head are not even")
-        elif mixer.H < 2 or mixer.H % 2:
+        if mixer.H < 2 or mixer.H % 2:
             errors.append(f"head size {mixer.H} ({cfg.D} features, {mixer.N} heads) is not even")
+        elif rotated < 2 or rotated % 2:
+            errors.append(f"{rotated:g} rotated features of a head are not even")
         if mixer.N % mixer.K:
             errors.append(
                 f"{mixer.N} attention heads are not a multiple of {mixer.K} key-value heads"

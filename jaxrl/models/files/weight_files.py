@@ -37,6 +37,7 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
 
     Raises ValueError, with the names, for missing files or shards, for an index that differs from
     its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
+    Warns of a drafter, which is left out.
     """
     headers = {file: read_header(file) for file in weight_files(folder)}
     if (index := folder / INDEX).exists():
@@ -58,6 +59,12 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
                     "of a quantization; use a checkpoint that is not quantized"
                 )
             tensors[name] = info
+    if any(name.startswith(DRAFTER) for header in headers.values() for name in header):
+        warnings.warn(
+            f"the drafter in {folder} ({DRAFTER}*), which predicts several tokens, is neither "
+            "loaded nor exported",
+            stacklevel=2,
+        )
     return tensors
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxrl.config.remat import parse_remat
 from jaxrl.models.config import LoRA, layer_runs
@@ -104,3 +105,17 @@ def test_the_engine_refuses_models_with_states():
 def test_bad_configs_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(GOLDEN_CONFIG | change)
+
+
+def test_the_language_model_of_an_image_checkpoint_is_found(one_device, tmp_path):
+    tensors = load_file(FOLDER / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): w for name, w in tensors.items()}
+    other = dict.fromkeys(("model.visual.pos_embed.weight", "mtp.norm.weight"), np.ones(2, "f4"))
+    save_file(named | other, tmp_path / "model.safetensors")
+    config = dict(model_type="qwen3_5", text_config=GOLDEN_CONFIG, vision_config={})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match=r"drafter in .* neither loaded nor exported"):
+        cfg, model = load_model(tmp_path, rules=TRAIN)
+    want_cfg, want = load_model(FOLDER, rules=TRAIN)
+    assert cfg == want_cfg
+    jax.tree.map(np.testing.assert_array_equal, model, want)
