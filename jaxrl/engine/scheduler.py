@@ -238,7 +238,7 @@ class Scheduler:
             plan.copies.append((prefix.pages[n_full], tail[0]))
         seq.pages = self.pool.share(prefix.pages[:n_full]) + tail
         if self.states is not None:
-            seq.state = self._allocate_state(tail, plan)
+            seq.state = self._allocate_state(seq.pages, plan)
             plan.state_copies.append((prefix.state, seq.state))
         self.running.append(seq)
         return seq.slot, plan

@@ -212,7 +212,9 @@ class DecoderConfig:
     @property
     def delta_layers(self) -> list[GatedDeltaNetConfig]:
         """The gated DeltaNet of the layers that have one, in order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetConfig)]
+        return [
+            layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetConfig)
+        ]
 
     @property
     def cache_indices(self) -> tuple[int, ...]:

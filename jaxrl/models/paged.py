@@ -168,7 +168,9 @@ class PagedRows:
             live = group.positions >= 0
             if isinstance(group.slots, PrefillSlots):
                 sources, targets = group.slots.sources + first, group.slots.targets + first
-                out, pools = self._prefill_delta(tokens, conv, SlotRows(sources, targets, live), pools)
+                out, pools = self._prefill_delta(
+                    tokens, conv, SlotRows(sources, targets, live), pools
+                )
             else:
                 out, pools = self._step_delta(tokens, conv, group.slots + first, live, pools)
             outs.append(out)
@@ -200,7 +202,9 @@ class PagedRows:
     def _joined(self, outs: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
         """The outputs of the groups as rows of the given shape."""
         if len(outs) > 1:
-            flat = [_reshape_rows(o, (1, o.shape[0] * o.shape[1]), "heads", self.rules) for o in outs]
+            flat = [
+                _reshape_rows(o, (1, o.shape[0] * o.shape[1]), "heads", self.rules) for o in outs
+            ]
             outs = [jnp.concatenate(flat, axis=1)]
         return _reshape_rows(outs[0], shape[:2], "heads", self.rules)
 

@@ -132,9 +132,7 @@ def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> Pr
     return PrefillBatch(tokens, positions, table, adapters, _prefill_slots(rows, shapes))
 
 
-def _prefill_slots(
-    rows: list[PrefillChunk | None], shapes: DispatchShapes
-) -> PrefillSlots | None:
+def _prefill_slots(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> PrefillSlots | None:
     if not shapes.states:
         return None
     columns = [
