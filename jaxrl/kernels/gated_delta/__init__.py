@@ -91,7 +91,7 @@ def gated_delta_step(
     """`gated_delta` of the next tokens of B sequences, and the pool with their new states.
 
     Sequence b continues from the float32 state `states[slots[b]]`, and its new state replaces it.
-    Slots differ, except slot 0, which is zero: any number of rows without live tokens may have it.
+    Slots differ, except that rows of padding, without live tokens, may share one (slot 0 of zeros).
     A pool that is donated, or carried by a loop, is updated in place. If it is also read after the
     call, XLA copies all of it; to return to old states, keep `states[slots]`.
 

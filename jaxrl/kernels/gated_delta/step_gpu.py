@@ -54,7 +54,7 @@ def gated_delta_step_gpu(q, k, v, g, beta, states, slots, *, interpret: bool = F
 
 
 def _kernel(slots, q, k, v, decay, beta, before, out, after, *, n_tokens: int):
-    """Some columns of one head. Rows with slot 0 all write the zeros that they read there."""
+    """Some columns of one head. Rows of padding that share a slot write what they read there."""
     row, head, part = (pl.program_id(axis) for axis in range(3))
     width = out.shape[1]
     place = slots[row], head, slice(None), pl.ds(part * width, width)

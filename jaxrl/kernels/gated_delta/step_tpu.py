@@ -40,7 +40,7 @@ def gated_delta_step_tpu(
     gates = jnp.stack([jnp.exp(g.astype(jnp.float32)), beta.astype(jnp.float32)])
     gates = gates.reshape(2, B, T, N // n, n).transpose(1, 3, 0, 2, 4)
     tokens = pl.BlockSpec((None, T, n, V), lambda b, i, _: (b, 0, i, 0))
-    # Rows with slot 0 all write the zeros that they read there: their order does not matter.
+    # Rows of padding that share a slot write what they read there: their order does not matter.
     pool = pl.BlockSpec((None, n, D, V), lambda b, i, slots: (slots[b], i, 0, 0))
     return pl.pallas_call(
         functools.partial(_kernel, n_tokens=T),
