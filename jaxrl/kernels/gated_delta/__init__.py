@@ -13,6 +13,7 @@ from jaxrl.kernels.gated_delta.convolution import convolve
 from jaxrl.kernels.gated_delta.limits import unsupported_by_mosaic, unsupported_by_triton
 from jaxrl.kernels.gated_delta.reference import gated_delta_reference
 from jaxrl.kernels.gated_delta.runs import parent_chunks
+from jaxrl.kernels.gated_delta.sharding import check_heads, shard_heads
 from jaxrl.kernels.gated_delta.step import gated_delta_step_xla
 from jaxrl.kernels.visibility import Visibility
 from sharding import Rules
@@ -57,7 +58,7 @@ def gated_delta(
     `rules` are those of whole rows (rows.py). Raises ValueError if heads do not divide over the
     devices that share them.
     """
-    _check_heads(v.shape[2], rules)
+    check_heads(v.shape[2], rules)
     heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
     rows, states = rules.spec("batch", None), rules.spec("batch", "heads", None, None)
     if state is None:
@@ -72,7 +73,7 @@ def gated_delta(
     specs = (heads, heads, heads, gates, gates, rows, states, rows)
     args = (q, k, v, g, beta, segments, state, visibility)
     with jax.named_scope("gated_delta"):
-        return _shard(local, args, specs, (heads, states))
+        return shard_heads(local, args, specs, (heads, states))
 
 
 def gated_delta_step(
@@ -106,7 +107,7 @@ def gated_delta_step(
             f"the rows of a step are sharded over {' x '.join(rules.mesh_axes('batch'))}, and each "
             "device has the states of all rows; pass rules.in_replica()"
         )
-    _check_heads(v.shape[2], rules)
+    check_heads(v.shape[2], rules)
     step = _choose_step(implementation, v.shape[1], k.shape[3], v.shape[3])
     heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
     rows, pool = rules.spec("batch"), rules.spec(None, "heads", None, None)
@@ -121,7 +122,7 @@ def gated_delta_step(
 
     specs = (heads, heads, heads, gates, gates, pool, rows, rules.spec("batch", None))
     with jax.named_scope("gated_delta_step"):
-        return _shard(local, (q, k, v, g, beta, states, slots, live), specs, (heads, pool))
+        return shard_heads(local, (q, k, v, g, beta, states, slots, live), specs, (heads, pool))
 
 
 def _choose_step(implementation: str | None, T: int, D: int, V: int) -> Callable:
@@ -170,16 +171,7 @@ def causal_conv(
 
     specs, args = (heads, weights, rows, heads, rows), (x, w, segments, tail, visibility)
     with jax.named_scope("causal_conv"):
-        return _shard(local, args, specs, (heads, heads))
-
-
-def _shard(local: Callable, args: tuple, specs: tuple, out_specs: tuple):
-    """`local` on each device's rows and heads."""
-    args = tuple(
-        jax.tree.map(lambda a, to=spec: jax.reshard(a, to), arg)
-        for arg, spec in zip(args, specs, strict=True)
-    )
-    return jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)(*args)
+        return shard_heads(local, args, specs, (heads, heads))
 
 
 def _parents(visibility: Visibility | None, chunk: int) -> jax.Array | None:
@@ -195,12 +187,3 @@ def _chunk_len(visibility: Visibility | None, row_len: int, align: int) -> int:
             "config.learner.buckets to multiples of config.learner.segment_align"
         )
     return chunk
-
-
-def _check_heads(n_heads: int, rules: Rules) -> None:
-    if n_heads % (n := rules.n_shards("heads")):
-        shown = " x ".join(rules.mesh_axes("heads"))
-        raise ValueError(
-            f"{n_heads} value heads of gated DeltaNet cannot be shared by {n} devices ({shown}); "
-            f"set config.mesh sizes whose product divides {n_heads}"
-        )
