@@ -338,7 +338,7 @@ def for_platform(
     with activations in host memory, else a list. Raises ValueError for a kernel of another
     platform.
     """
-    kernels = ("attention", "paged_attention", "grouped_matmul")
+    kernels = ("attention", "paged_attention", "gated_delta", "grouped_matmul")
     check_kernels({f"config.model.{key}": getattr(cfg.model, key) for key in kernels}, platform)
     dtype, layers = cfg.model.dtype, cfg.model.layers
     if dtype == "auto":
