@@ -186,6 +186,7 @@ class DecoderConfig:
     max_len: int = 2048
     dense_F: int = 0  # intermediate_size of a file in which every layer has experts; unused
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
+    gated_delta: str = "auto"  # implementation of decode steps of gated DeltaNet; see kernels/
     lora: LoRA | None = None  # adapters, next to the base weights
     base_dtype: str = ""  # of frozen matrices: "" (the model's) | "int8" | "nf4"
     stacked: bool = False  # equal layers are stacked on a leading axis and scanned, else a list
@@ -348,5 +349,9 @@ def for_platform(
         layers = "stacked" if scanned or parse_remat(cfg.learner.remat).offloads else "list"
     heads = ("vocab", "score") if cfg.critic.shared else ("vocab",)
     return jnp.dtype(dtype), dataclasses.replace(
-        decoder, heads=heads, stacked=layers == "stacked", grouped_matmul=cfg.model.grouped_matmul
+        decoder,
+        heads=heads,
+        stacked=layers == "stacked",
+        grouped_matmul=cfg.model.grouped_matmul,
+        gated_delta=cfg.model.gated_delta,
     )

@@ -5,7 +5,8 @@ import pytest
 
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import OutOfPages, PagePool, PrefixMatch
-from jaxrl.engine.scheduler import DeviceWork, Scheduler
+from jaxrl.engine.scheduler import Scheduler
+from jaxrl.engine.work import DeviceWork
 
 PAGE, ROW = 4, 8  # tokens of a page, and of a prefill row
 

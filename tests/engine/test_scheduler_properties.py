@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import ROOT, OutOfPages, PagePool
-from jaxrl.engine.scheduler import DeviceWork, Scheduler, Sequence
+from jaxrl.engine.scheduler import Scheduler
 from jaxrl.engine.states import StateSlots
+from jaxrl.engine.work import DeviceWork, Sequence
 
 MAX_LEN = 24
 TOKENS = st.integers(0, 1)  # so few that common prefixes and repeated samples are frequent
@@ -80,7 +81,7 @@ class Device:
             if self.slots:
                 versions, tokens = self.slots[chunk.source]
                 assert len(tokens) == chunk.start and chunk.target != 0
-                # The device computes rows in parallel, but for those that go on from the one before.
+                # Rows are computed in parallel, except those that continue the one before.
                 assert written.get(chunk.source, n - 1) == n - 1
                 written[chunk.target] = n
                 last = chunk.start + len(chunk.tokens) - 1
@@ -117,8 +118,6 @@ class Machine(RuleBasedStateMachine):
             rows_per_dispatch=n_rows,
             states=states,
         )
-        if states is not None:
-            self.s.pool.on_remove = states.forget
         self.device = Device(n_pages, page_len, states.n_slots if states else 0)
         self.version = 0
         self.prefixes = []

@@ -1,24 +1,22 @@
 """Tests of engines of models with states: gated DeltaNet next to attention."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.config.keys import RolloutConfig, SamplingConfig
-from jaxrl.engine.engine import PagedEngine
-from jaxrl.engine.jetstream import JetStreamEngine
+from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.pages import OutOfPages
 from jaxrl.engine.states import StateSlots
 from jaxrl.models.config import LoRA
 from jaxrl.models.kv_cache import slot_bytes
 from jaxrl.models.lora import merge
-from sharding import DECODE, make_mesh
+from sharding import make_mesh
 from tests.engine.engine_cases import (
     HYBRID,
-    SMALL,
     has_mixed,
     limit_pages,
     make_engine,
@@ -39,7 +37,7 @@ from tests.engine.test_prefix_reuse import conversation
 from tests.engine.test_replicas import generate_on
 
 GREEDY = SamplingConfig(temperature=0.0)
-SIZES = {"max_num_seqs": 4, "n_pages": 16, "steps_per_dispatch": 4}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "n_pages": 16, "steps_per_dispatch": 4}
 
 
 @pytest.fixture
@@ -122,7 +120,7 @@ def test_a_shared_beginning_is_computed_twice_and_then_reused(hybrid):
 @pytest.mark.thorough
 def test_prompts_in_chunks_next_to_decode_give_the_same(hybrid):
     requests = make_requests(6, n_samples=1, max_tokens=30)
-    sizes = SIZES | dict(max_num_batched_tokens=128)
+    sizes: Any = SIZES | dict(max_num_batched_tokens=128)
     engine = make_engine(HYBRID, **sizes)
     results = run_one_by_one(engine, hybrid, requests)
     assert has_mixed(engine)
@@ -145,7 +143,8 @@ def test_replicas_have_their_own_states():
     requests = make_requests(8, sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
         want = run(make_engine(HYBRID, **SIZES), make_params(HYBRID), requests)
-    train, rollout = dict(fsdp=4), dict(replica=2, tensor=2)
+    train: Any = dict(fsdp=4)
+    rollout: Any = dict(replica=2, tensor=2)
     results, engine = generate_on(HYBRID, requests, train=train, rollout=rollout, **SIZES)
     assert_equal(results, want, atol=1e-4)
     assert len(engine.scheduler.schedulers) == 2
@@ -210,7 +209,7 @@ def test_slot_bytes_are_those_of_the_arrays(one_device):
 
 def test_the_oldest_snapshot_makes_room():
     states = StateSlots(4)
-    a, b, c = (states.allocate() for _ in range(3))
+    a, b, _ = (states.allocate() for _ in range(3))
     with pytest.raises(OutOfPages, match="all 3 slots of state"):
         states.allocate()
     states.keep(a, 7, b"x")
