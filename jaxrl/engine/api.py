@@ -93,6 +93,7 @@ class Prefix:
     version: int = 0  # policy version that computed the KV
     replica: int = 0  # replica whose pool holds the pages
     adapter: int = 0  # with which the KV was computed; 0 = the base model
+    state: int = 0  # slot of the state after these tokens, for models with one
 
 
 @dataclasses.dataclass(frozen=True)

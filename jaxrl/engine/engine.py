@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -21,11 +21,12 @@ from jaxrl.engine.device.batches import (
     stop_ids,
 )
 from jaxrl.engine.device.decode_loop import DecodeOutput
-from jaxrl.engine.device.kv_pool import KVPoolSpec
+from jaxrl.engine.device.kv_pool import KVPoolSpec, check_speculation, n_state_slots
 from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRunner
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
-from jaxrl.engine.scheduler import DeviceWork, PageCopy, PrefillChunk, Scheduler, Sequence
+from jaxrl.engine.scheduler import DeviceWork, PrefillChunk, Scheduler, Sequence
+from jaxrl.engine.states import StateSlots
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kv_cache import page_dtype
 from jaxrl.runtime.compilation import CompileThreads, compile_in_threads
@@ -66,7 +67,14 @@ class PagedEngine:
         self.cfg, self.rollout = cfg, rollout
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
         self.keep_support, self.adjustable = keep_support, adjustable
-        self.pool = KVPoolSpec(cfg, rollout.page_len, page_dtype(rollout.kv_dtype, dtype), rules)
+        self.pool = KVPoolSpec(
+            cfg,
+            rollout.page_len,
+            page_dtype(rollout.kv_dtype, dtype),
+            rules,
+            n_slots=n_state_slots(cfg, rollout),
+            tail_dtype=dtype,
+        )
         self.shapes = dispatch_shapes(rollout, max_len, cfg)
         self.runner = ModelRunner(
             self.pool,
@@ -102,7 +110,7 @@ class PagedEngine:
         """Starts a sequence from a prefix. Returns its slot."""
         self._check_request(request)
         slot, plans = self.scheduler.insert(prefix, request)
-        self._copy([plan.copies for plan in plans])
+        self._copy(plans)
         return slot
 
     def submit(self, request: Request) -> int:
@@ -192,6 +200,7 @@ class PagedEngine:
         buckets = {
             "prefill": shapes.prefill_buckets[0],
             "copy_pages": COPIES_PER_CALL,
+            "copy_states": COPIES_PER_CALL,
             "decode": shapes.decode_buckets[-1],
         }
         return program.bucket == buckets.get(program.kind)
@@ -240,28 +249,33 @@ class PagedEngine:
         return self._scheduler
 
     def _new_scheduler(self, n_pages: int) -> Scheduler:
-        rollout = self.rollout
+        rollout, states = self.rollout, None
+        pool = PagePool(n_pages, rollout.page_len, keep=rollout.prefix_cache)
+        if self.pool.n_slots:
+            states = StateSlots(self.pool.n_slots)
+            pool.on_remove = states.forget
         return Scheduler(
-            PagePool(n_pages, rollout.page_len, keep=rollout.prefix_cache),
+            pool,
             max_num_seqs=rollout.max_num_seqs,
             steps_per_dispatch=rollout.steps_per_dispatch * (1 + rollout.spec_tokens),
             max_len=self.max_len,
             row_len=self.shapes.prefill_row_len,
             rows_per_dispatch=self.shapes.prefill_buckets[-1],
+            states=states,
         )
 
     # Dispatches
 
     def _prefill(self, params: Tree, plans: list[DeviceWork]) -> None:
         """Runs the copies and the prefill of the plans."""
-        self._copy([plan.copies for plan in plans])
+        self._copy(plans)
         rows = self._prefill_rows(plans)
         while longest := max(map(len, rows)):
             ready = self._ready("prefill", self.shapes.prefill_buckets)
             bucket = max((b for b in ready if b <= longest), default=ready[0])
             self.runner.prefill(params, [own[:bucket] for own in rows], bucket)
             rows = [own[bucket:] for own in rows]
-        self._copy([plan.post_prefill_copies for plan in plans])
+        self._copy_prefilled(plans)
 
     def _mixed(self, params: Tree, plans: list[DeviceWork]) -> DecodeOutput:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
@@ -270,10 +284,10 @@ class PagedEngine:
         if not self._ready("mixed", self.shapes.prefill_buckets[-1:], adjusted=adjusted):
             self._prefill(params, plans)
             return self._decode(params, seqs, n_steps=1)
-        self._copy([plan.copies for plan in plans])
+        self._copy(plans)
         rows = self._prefill_rows(plans)
         output = self.runner.mixed(params, rows, seqs, adjusted=adjusted)
-        self._copy([plan.post_prefill_copies for plan in plans])
+        self._copy_prefilled(plans)
         return output
 
     def _prefill_rows(self, plans: list[DeviceWork]) -> list[list[PrefillChunk]]:
@@ -282,9 +296,15 @@ class PagedEngine:
         self._stats.n_prefill_tokens += sum(len(row.tokens) for own in rows for row in own)
         return rows
 
-    def _copy(self, copies: list[list[PageCopy]]) -> None:
-        for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
-            self.runner.copy_pages([own[i : i + COPIES_PER_CALL] for own in copies])
+    def _copy(self, plans: list[DeviceWork]) -> None:
+        """The copies before prefill."""
+        _in_calls(self.runner.copy_pages, [plan.copies for plan in plans])
+        _in_calls(self.runner.copy_states, [plan.state_copies for plan in plans])
+
+    def _copy_prefilled(self, plans: list[DeviceWork]) -> None:
+        """The copies of pages and states that prefill wrote."""
+        _in_calls(self.runner.copy_pages, [plan.post_prefill_copies for plan in plans])
+        _in_calls(self.runner.copy_states, [plan.post_prefill_state_copies for plan in plans])
 
     def _decode(self, params: Tree, seqs: list[list[Sequence]], n_steps: int) -> DecodeOutput:
         if any(seq.allowed is not None for own in seqs for seq in own):
@@ -377,6 +397,12 @@ class PagedEngine:
             raise ValueError(f"{n} tokens have a bias, at most {MAX_BIAS} are supported")
 
 
+def _in_calls(copy: Callable, copies: list[list[tuple[int, int]]]) -> None:
+    """Copies the pairs of each replica, as many in one call as it takes."""
+    for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
+        copy([own[i : i + COPIES_PER_CALL] for own in copies])
+
+
 def _adjusted(seqs: list[list[Sequence]]) -> bool:
     """Whether a sequence needs the programs with adjustments."""
     return any(seq.request.adjusted for own in seqs for seq in own)
@@ -396,6 +422,7 @@ def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:
             f"prompt and response may take {max_len} tokens, the model supports {cfg.context_len}; "
             "lower config.data.max_prompt_len or config.data.max_response_len"
         )
+    check_speculation(cfg, rollout)
     for name in ("max_num_seqs", "max_num_batched_tokens", "page_len", "steps_per_dispatch"):
         if (value := getattr(rollout, name)) < 1:
             raise ValueError(f"config.rollout.{name} is {value}; set it to 1 or more")

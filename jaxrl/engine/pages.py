@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -81,6 +81,8 @@ class PagePool:
 
     def __init__(self, n_pages: int, page_len: int, *, keep: bool = True):
         self.n_pages, self.page_len, self.keep = n_pages, page_len, keep
+        # Called with every page whose tokens are not known any more.
+        self.on_remove: Callable[[int], None] = lambda page: None
         self._empty = list(range(n_pages - 1, -1, -1))  # unreferenced and not in the tree
         self._cached: dict[int, None] = {}  # unreferenced pages in the tree, in LRU order
         self._ref_counts = [0] * n_pages
@@ -109,7 +111,7 @@ class PagePool:
         while len(self._empty) < n:
             least_recently_used = next(iter(self._cached))
             del self._cached[least_recently_used]
-            self._tree.remove(least_recently_used)
+            self._remove(least_recently_used)
             self._empty.append(least_recently_used)
         pages = [self._empty.pop() for _ in range(n)]
         for page in pages:
@@ -135,7 +137,7 @@ class PagePool:
                     self._cached[page] = None
                 else:
                     if in_tree:
-                        self._tree.remove(page)
+                        self._remove(page)
                     self._empty.append(page)
 
     def add_prefix(self, tokens: np.ndarray, pages: Sequence[int], adapter: int = 0) -> list[int]:
@@ -146,16 +148,16 @@ class PagePool:
         Returns the pages that the sequence uses from now on: a duplicate of a page that is already
         in the tree is released, and the cached page takes its place.
         """
-        pages, parent = list(pages), _root(adapter)
+        pages, parent = list(pages), root(adapter)
         for i, page_tokens in enumerate(self._page_tokens(tokens)):
             page, same = pages[i], self._tree.find_child(parent, page_tokens)
             if same is None:
                 if page in self._tree:  # with fewer of these tokens
-                    self._tree.remove(page)
+                    self._remove(page)
                 self._tree.add(page, parent, page_tokens)
             elif same != page:
                 if page in self._tree:
-                    self._tree.remove(page)
+                    self._remove(page)
                 pages[i : i + 1] = self.share([same])
                 self.release([page])
             parent = pages[i]
@@ -163,7 +165,7 @@ class PagePool:
 
     def match_prefix(self, tokens: np.ndarray, adapter: int = 0) -> PrefixMatch:
         """The pages in the tree that hold the longest prefix of these tokens with the adapter."""
-        pages, parent = [], _root(adapter)
+        pages, parent = [], root(adapter)
         for page_tokens in self._page_tokens(tokens):
             page, n = self._tree.best_match(parent, page_tokens)
             if n < self.page_len:
@@ -178,6 +180,10 @@ class PagePool:
         self._empty += self._cached
         self._cached.clear()
 
+    def _remove(self, page: int) -> None:
+        self._tree.remove(page)
+        self.on_remove(page)
+
     def _page_tokens(self, tokens: np.ndarray) -> list[bytes]:
         """The tokens of each page as bytes; the last page may have fewer."""
         whole = np.asarray(tokens, np.int32).tobytes()
@@ -188,7 +194,7 @@ class PagePool:
 ITEM = np.dtype(np.int32).itemsize
 
 
-def _root(adapter: int) -> int:
+def root(adapter: int) -> int:
     """The parent of the first page of a sequence that uses this adapter."""
     return ROOT - adapter
 

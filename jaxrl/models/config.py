@@ -244,6 +244,17 @@ class DecoderConfig:
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)]
 
     @property
+    def delta_layers(self) -> list[GatedDeltaNetConfig]:
+        """The gated DeltaNet of the layers that have one, in order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetConfig)]
+
+    @property
+    def cache_indices(self) -> tuple[int, ...]:
+        """The index of each layer among those whose mixer is of the same kind."""
+        kinds = [type(layer.mixer) for layer in self.layers]
+        return tuple(kinds[:i].count(kind) for i, kind in enumerate(kinds))
+
+    @property
     def score_features(self) -> int:
         """Features of all layers' queries: a (query, key) pair has two products of so many."""
         return sum(mixer.N * mixer.H for mixer in self.attention_layers)

@@ -287,6 +287,7 @@ def stacked_layers(model: Decoder, rules: Rules) -> tuple[Any, list[LayerPlace]]
             jax.tree.map(jnp.asarray, _rotations(cfg, layers)),
             None if len(set(windows)) == 1 else jnp.asarray(windows, jnp.int32),
             jnp.asarray(layers, jnp.int32),
+            jnp.asarray([cfg.cache_indices[i] for i in layers], jnp.int32),
         )
 
     places = [place(layers) for run in cfg.runs for layers in run]
@@ -384,7 +385,7 @@ def _with_experts(layer: Layer, experts: dict[str, ExpertMatrix], index: Int[Arr
 def _place(cfg: DecoderConfig, layer: int) -> LayerPlace:
     """The place of one layer of a list, whose cache is that of a model of one layer."""
     rotation = jax.tree.map(lambda a: a[0], _rotations(cfg, range(layer, layer + 1)))
-    return LayerPlace(rotation, window=None, index=None)
+    return LayerPlace(rotation, window=None, index=None, cache=None)
 
 
 def _rotations(cfg: DecoderConfig, layers: range) -> Rotation | None:

@@ -1,4 +1,6 @@
-"""Paged KV cache: one page pool per layer, in device memory."""
+"""The cache of sequences in device memory: a pool of KV pages or of state slots for each layer."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -6,20 +8,63 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxrl.kernels.quantized import MAX_VALUE, Quantized
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig
 from jaxrl.types import Tree
 from sharding import Rules
 
 
 @struct.dataclass
-class KVCache:
-    """Head-major pages: [P, K, page_len, H] per layer in a list, or stacked with a leading L.
+class StateCache:
+    """Slots of layers of gated DeltaNet (kernels/gated_delta/pool.py), as the pages of `KVCache`.
 
-    Quantized caches hold a `Quantized` of these, with a scale per head and token.
+    W1 is the length of the convolution less 1; the letters are those of GatedDeltaNetConfig.
+    """
+
+    qk: Tree  # [S, W1, K, 2 D], queries and keys before the convolution, of the last tokens
+    v: Tree  # [S, W1, N, V], their values
+    state: Tree  # float32 [S, N, D, V], after the last token
+
+    def layer_slots(self, layer: jax.Array | None, rules: Rules) -> tuple[Tree, int | jax.Array]:
+        """(pools of a layer, index of its first slot among them), as `KVCache.layer_pages`."""
+
+        def slots(pools: jax.Array | list[jax.Array], spec: jax.P) -> jax.Array:
+            if isinstance(pools, list):
+                return pools[0]
+            shape = (-1, *pools.shape[2:])
+            return jnp.reshape(pools, shape, out_sharding=spec)
+
+        first = 0 if layer is None else layer * self.state.shape[1]
+        return jax.tree.map(slots, self, _state_specs(rules), is_leaf=_is_list), first
+
+    def with_slots(self, new: "StateCache", rules: Rules) -> "StateCache":
+        """The cache with the pools of `layer_slots` replaced by their updated values."""
+
+        def replace(pools: jax.Array | list[jax.Array], slots: jax.Array, spec: jax.P):
+            if isinstance(pools, list):
+                return [slots]
+            return jnp.reshape(slots, pools.shape, out_sharding=jax.P(None, *spec))
+
+        return jax.tree.map(replace, self, new, _state_specs(rules), is_leaf=_is_list)
+
+
+def _state_specs(rules: Rules) -> StateCache:
+    """The sharding of a layer's slots."""
+    tail = rules.spec("batch", None, "heads", None)
+    return StateCache(tail, tail, rules.spec("batch", "heads", None, None))
+
+
+@struct.dataclass
+class KVCache:
+    """Head-major pages: [P, K, page_len, H] of every layer with attention, and slots of the others.
+
+    They are in a list of all layers, with None for those of the other kind, or stacked with a
+    leading axis of the layers of their kind. Quantized caches hold a `Quantized` of the pages, with
+    a scale per head and token.
     """
 
     k: Tree
     v: Tree
+    states: StateCache | None = None
 
     def layer(self, i: int) -> "KVCache":
         """The cache of layer `i` alone, as that of a model of one layer; for pools in a list."""
@@ -64,7 +109,9 @@ class KVCache:
             spec = rules.spec(None, None, "kv_heads", *(None,) * (pools.ndim - 3))
             return jnp.reshape(pages, pools.shape, out_sharding=spec)
 
-        return jax.tree.map(replace_pages, self, KVCache(k=k, v=v), is_leaf=_is_list)
+        old = KVCache(k=self.k, v=self.v)
+        new = jax.tree.map(replace_pages, old, KVCache(k=k, v=v), is_leaf=_is_list)
+        return dataclasses.replace(new, states=self.states)
 
 
 def _is_list(value: object) -> bool:
@@ -72,43 +119,71 @@ def _is_list(value: object) -> bool:
 
 
 def init_cache(
-    cfg: DecoderConfig, n_pages: int, page_len: int, dtype: DTypeLike, rules: Rules
+    cfg: DecoderConfig,
+    n_pages: int,
+    page_len: int,
+    dtype: DTypeLike,
+    rules: Rules,
+    *,
+    n_slots: int = 0,
+    tail_dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
-    """A zeroed pool of `n_pages` pages per replica, with kv heads sharded by the rules."""
-    axes = ("batch", "kv_heads", None, None)
-    n_rows, lead = rules.n_shards("batch") * n_pages, (cfg.L,) if cfg.stacked else ()
-    check_generates(cfg)
-    shapes = [(n_rows, mixer.K, page_len, mixer.H) for mixer in cfg.attention_layers]
-    if cfg.stacked and len(set(shapes)) > 1:
+    """A zeroed pool of `n_pages` pages and `n_slots` slots per replica, with heads sharded.
+
+    `dtype` is that of the pages, `tail_dtype` that of the convolutions' inputs.
+    """
+    mixers = [layer.mixer for layer in cfg.layers]
+    n_rows = rules.n_shards("batch") * n_pages
+    pages = [
+        (n_rows, mixer.K, page_len, mixer.H) if isinstance(mixer, AttentionConfig) else None
+        for mixer in mixers
+    ]
+    if cfg.stacked and len({shape for shape in pages if shape}) > 1:
         raise ValueError(
             f"layers of this {cfg.family} model differ in their kv heads or head size, so their "
             "KV pages cannot be stacked; set config.model.layers='list'"
         )
-
-    def pools(n_axes: int, dtype: DTypeLike) -> Tree:
-        spec = rules.spec(*(None,) * len(lead), *axes[:n_axes])
-
-        def pool(shape: tuple[int, ...]) -> jax.Array:
-            return jnp.zeros(lead + shape[:n_axes], dtype, out_sharding=spec)
-
-        return pool(shapes[0]) if cfg.stacked else [pool(shape) for shape in shapes]
+    spec = rules.spec("batch", "kv_heads", None, None)
 
     def layer_pools() -> Tree:
-        if is_quantized_dtype(dtype):
-            return Quantized(pools(4, dtype), pools(3, SCALE_DTYPE))
-        return pools(4, dtype)
+        if not is_quantized_dtype(dtype):
+            return _pools(cfg, pages, dtype, spec)
+        scales = [shape and shape[:3] for shape in pages]
+        scale = _pools(cfg, scales, SCALE_DTYPE, jax.P(*spec[:3]))
+        return Quantized(_pools(cfg, pages, dtype, spec), scale)
 
-    return KVCache(k=layer_pools(), v=layer_pools())
+    states = _state_pools(cfg, rules, n_slots, tail_dtype) if cfg.delta_layers else None
+    return KVCache(k=layer_pools(), v=layer_pools(), states=states)
 
 
-def check_generates(cfg: DecoderConfig) -> None:
-    """Raises ValueError for layers without keys and values, whose states the cache cannot hold."""
-    if len(cfg.attention_layers) < cfg.L:
-        raise ValueError(
-            f"generation with {cfg.family} models is not supported yet: the engine has no cache of "
-            "the states of gated DeltaNet; train this model offline (jaxrl.sft, jaxrl.dpo, "
-            "jaxrl.reward_model), or choose a model with attention in every layer"
-        )
+def _state_pools(
+    cfg: DecoderConfig, rules: Rules, n_slots: int, tail_dtype: DTypeLike
+) -> StateCache:
+    S, specs = rules.n_shards("batch") * n_slots, _state_specs(rules)
+    qk, v, state = [], [], []
+    for layer in cfg.layers:
+        mixer = layer.mixer
+        other = isinstance(mixer, AttentionConfig)
+        qk.append(None if other else (S, mixer.conv_len - 1, mixer.K, 2 * mixer.D))
+        v.append(None if other else (S, mixer.conv_len - 1, mixer.N, mixer.V))
+        state.append(None if other else (S, mixer.N, mixer.D, mixer.V))
+    return StateCache(
+        _pools(cfg, qk, tail_dtype, specs.qk),
+        _pools(cfg, v, tail_dtype, specs.v),
+        _pools(cfg, state, jnp.float32, specs.state),
+    )
+
+
+def _pools(
+    cfg: DecoderConfig, shapes: list[tuple[int, ...] | None], dtype: DTypeLike, spec: jax.P
+) -> Tree:
+    """Zeroed pools of the layers with a shape: in a list of all layers, or stacked."""
+    if not cfg.stacked:
+        return [None if s is None else jnp.zeros(s, dtype, out_sharding=spec) for s in shapes]
+    found = [shape for shape in shapes if shape is not None]
+    if not found:
+        return None
+    return jnp.zeros((len(found), *found[0]), dtype, out_sharding=jax.P(None, *spec))
 
 
 SCALE_DTYPE = jnp.float32  # of quantized pages
@@ -129,3 +204,13 @@ def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
     item = jnp.dtype(dtype).itemsize
     heads = ((mixer.K, mixer.H) for mixer in cfg.attention_layers)
     return sum(2 * K * page_len * (H * item + scale) for K, H in heads)
+
+
+def slot_bytes(cfg: DecoderConfig, tail_dtype: DTypeLike) -> int:
+    """Bytes of one slot over all layers and devices."""
+    item = jnp.dtype(tail_dtype).itemsize
+    return sum(
+        4 * mixer.N * mixer.D * mixer.V
+        + item * (mixer.conv_len - 1) * (2 * mixer.K * mixer.D + mixer.N * mixer.V)
+        for mixer in cfg.delta_layers
+    )

@@ -4,15 +4,38 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jaxrl import types
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.gated_delta import gated_delta_step
+from jaxrl.kernels.gated_delta.pool import (
+    SlotRows,
+    pool_causal_conv,
+    pool_gated_delta,
+    step_causal_conv,
+)
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.kv_cache import KVCache
+from jaxrl.models.kv_cache import KVCache, StateCache
+from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from sharding import Rules
 
 DECODE_SCOPE = "decode_rows"  # named scope of decode attention, by which the planner finds it
+
+
+@struct.dataclass
+class PrefillSlots:
+    """The slots of rows of prefill, for models with a state (kernels/gated_delta/pool.py)."""
+
+    sources: types.Array  # int32 [R], of the state before each row
+    targets: types.Array  # int32 [R], of the state after it
+    # int32 [R], first position without KV in the cache: tokens before it only change the state
+    write_from: types.Array
+
+
+Slots = jax.Array | PrefillSlots | None  # int32 [B] in decode; None for models without a state
 
 
 def forward_paged(
@@ -21,6 +44,7 @@ def forward_paged(
     positions: Int[Array, "B T"],
     cache: KVCache,
     page_table: Int[Array, "n C"],
+    slots: Slots = None,
     *,
     rules: Rules,
     implementation: str | None = None,
@@ -28,14 +52,15 @@ def forward_paged(
     """Hidden states of new tokens, whose keys are written to the cache first.
 
     `page_table[b, c]` is the pool page of row b's positions [c * page_len, (c + 1) * page_len). A
-    position of -1 marks padding: nothing is written for it and its output is meaningless.
+    position of -1 marks padding: nothing is written for it and its output is meaningless. Models
+    with a state need the `slots` of the rows.
 
     Several tokens of a sequence may also be consecutive rows of one token each that share one row
     of the table: matrix products then run as in decode, and attention reads a block of keys once
     for all of them.
     """
-    groups = [(page_table, positions.reshape(len(page_table), -1))]
-    paged = PagedRows(groups, rules, implementation)
+    group = TokenGroup(page_table, positions.reshape(len(page_table), -1), slots)
+    paged = PagedRows([group], rules, implementation)
     return model(tokens, positions, paged, cache, live=positions >= 0, rules=rules)[:2]
 
 
@@ -48,6 +73,8 @@ def forward_mixed(
     positions: Int[Array, "B"],
     page_table: Int[Array, "B C"],
     cache: KVCache,
+    prefill_slots: PrefillSlots | None = None,
+    slots: Int[Array, "B"] | None = None,
     *,
     rules: Rules,
     implementation: str | None = None,
@@ -60,7 +87,10 @@ def forward_mixed(
     n_prefill = prefill_tokens.size
     row = jnp.concatenate([prefill_tokens.reshape(-1), tokens])[None]
     group_positions = jnp.concatenate([prefill_positions.reshape(-1), positions])[None]
-    groups = [(prefill_table, prefill_positions), (page_table, positions[:, None])]
+    groups = [
+        TokenGroup(prefill_table, prefill_positions, prefill_slots),
+        TokenGroup(page_table, positions[:, None], slots),
+    ]
     paged = PagedRows(groups, rules, implementation)
     hidden, cache, _ = model(
         row, group_positions, paged, cache, live=group_positions >= 0, rules=rules
@@ -69,68 +99,114 @@ def forward_mixed(
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedRows:
-    """Operations between new tokens and the tokens in a paged KV cache.
+class TokenGroup:
+    """New tokens of n sequences or rows, t of each."""
 
-    `groups` are the page table [n, C] and the positions [n, t] of each group of tokens. The groups'
-    tokens are concatenated. In every layer, the keys of all groups are written before any attends.
+    page_table: jax.Array  # int32 [n, C]
+    positions: jax.Array  # int32 [n, t]
+    slots: Slots
+
+    @property
+    def written(self) -> jax.Array:
+        """The positions whose keys and values are written, and -1."""
+        if not isinstance(self.slots, PrefillSlots):
+            return self.positions
+        return jnp.where(self.positions >= self.slots.write_from[:, None], self.positions, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedRows:
+    """Operations between new tokens and the tokens in the cache.
+
+    The groups' tokens are concatenated. In every layer, the keys of all groups are written before
+    any attends.
     """
 
-    groups: list[tuple[jax.Array, jax.Array]]
+    groups: list[TokenGroup]
     rules: Rules
     implementation: str | None
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache):
         k_pages, v_pages, first = state.layer_pages(index, self.rules)
         new = zip(
-            self.groups,
-            _by_group(k, self.groups, "kv_heads", self.rules),
-            _by_group(v, self.groups, "kv_heads", self.rules),
-            strict=True,
+            self.groups, self._by_group(k, "kv_heads"), self._by_group(v, "kv_heads"), strict=True
         )
-        for (table, group_positions), keys, values in new:
+        for group, keys, values in new:
             k_pages, v_pages = write_pages(
-                k_pages, v_pages, keys, values, table + first, group_positions, rules=self.rules
+                k_pages,
+                v_pages,
+                keys,
+                values,
+                group.page_table + first,
+                group.written,
+                rules=self.rules,
             )
         outs = []
-        queries = _by_group(q, self.groups, "heads", self.rules)
-        for (table, group_positions), group_q in zip(self.groups, queries, strict=True):
-            with jax.named_scope(DECODE_SCOPE if group_positions.shape[1] == 1 else "prefill_rows"):
+        for group, group_q in zip(self.groups, self._by_group(q, "heads"), strict=True):
+            decodes = group.positions.shape[1] == 1
+            with jax.named_scope(DECODE_SCOPE if decodes else "prefill_rows"):
                 out = paged_attention(
                     group_q,
                     k_pages,
                     v_pages,
                     spec=spec,
-                    page_table=table + first,
-                    positions=group_positions,
+                    page_table=group.page_table + first,
+                    positions=group.positions,
                     window=window,
                     implementation=self.implementation,
                 )
             outs.append(out)
-        if len(self.groups) > 1:
-            rows = zip(outs, self.groups, strict=True)
-            outs = [_reshape_rows(out, (1, p.size), "heads", self.rules) for out, (_, p) in rows]
-            outs = [jnp.concatenate(outs, axis=1)]
-        out = _reshape_rows(outs[0], q.shape[:2], "heads", self.rules)
-        return out, state.with_pages(k_pages, v_pages, self.rules)
+        return self._joined(outs, q.shape), state.with_pages(k_pages, v_pages, self.rules)
 
-    def delta(self, qk, v, g, beta, conv, index, state):
-        raise NotImplementedError("the engine has no cache of the states of gated DeltaNet")
+    def delta(self, qk, v, g, beta, conv, index, state: KVCache):
+        assert state.states is not None
+        pools, first = state.states.layer_slots(index, self.rules)
+        outs = []
+        for group, *tokens in zip(
+            self.groups, *(self._by_group(a, "heads") for a in (qk, v, g, beta)), strict=True
+        ):
+            live = group.positions >= 0
+            if isinstance(group.slots, PrefillSlots):
+                sources, targets = group.slots.sources + first, group.slots.targets + first
+                out, pools = self._prefill_delta(tokens, conv, SlotRows(sources, targets, live), pools)
+            else:
+                out, pools = self._step_delta(tokens, conv, group.slots + first, live, pools)
+            outs.append(out)
+        states = state.states.with_slots(pools, self.rules)
+        return self._joined(outs, v.shape), dataclasses.replace(state, states=states)
 
+    def _prefill_delta(self, tokens, conv, slots: SlotRows, pools: StateCache):
+        (qk, v, g, beta), how = tokens, {"slots": slots, "rules": self.rules}
+        qk, qk_tails = pool_causal_conv(qk, conv[0], pools.qk, **how)
+        v, v_tails = pool_causal_conv(v, conv[1], pools.v, **how)
+        out, states = pool_gated_delta(*queries_and_keys(qk), v, g, beta, pools.state, **how)
+        return out, StateCache(qk_tails, v_tails, states)
 
-def _by_group(
-    x: jax.Array, groups: list[tuple[jax.Array, jax.Array]], heads: str, rules: Rules
-) -> list[jax.Array]:
-    """The tokens of each group, by sequence."""
-    sizes = [positions.size for _, positions in groups]
-    ends = [sum(sizes[: i + 1]) for i in range(len(groups) - 1)]
-    pieces = jnp.split(x, ends, axis=1) if ends else [x]
-    pairs = zip(pieces, groups, strict=True)
-    return [_reshape_rows(piece, p.shape, heads, rules) for piece, (_, p) in pairs]
+    def _step_delta(self, tokens, conv, slots, live, pools: StateCache):
+        (qk, v, g, beta), how = tokens, {"slots": slots, "live": live, "rules": self.rules}
+        qk, qk_tails = step_causal_conv(qk, conv[0], pools.qk, **how)
+        v, v_tails = step_causal_conv(v, conv[1], pools.v, **how)
+        out, states = gated_delta_step(*queries_and_keys(qk), v, g, beta, pools.state, **how)
+        return out, StateCache(qk_tails, v_tails, states)
+
+    def _by_group(self, x: jax.Array, heads: str) -> list[jax.Array]:
+        """The tokens of each group, by sequence."""
+        sizes = [group.positions.size for group in self.groups]
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+        pieces = jnp.split(x, ends, axis=1) if ends else [x]
+        pairs = zip(pieces, self.groups, strict=True)
+        return [_reshape_rows(a, group.positions.shape, heads, self.rules) for a, group in pairs]
+
+    def _joined(self, outs: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """The outputs of the groups as rows of the given shape."""
+        if len(outs) > 1:
+            flat = [_reshape_rows(o, (1, o.shape[0] * o.shape[1]), "heads", self.rules) for o in outs]
+            outs = [jnp.concatenate(flat, axis=1)]
+        return _reshape_rows(outs[0], shape[:2], "heads", self.rules)
 
 
 def _reshape_rows(x: jax.Array, shape: tuple[int, ...], heads: str, rules: Rules) -> jax.Array:
     if x.shape[:2] == shape:
         return x
-    out = rules.spec("batch", "time", heads, None)
+    out = rules.spec("batch", "time", heads, *(None,) * (x.ndim - 3))
     return jnp.reshape(x, (*shape, *x.shape[2:]), out_sharding=out)

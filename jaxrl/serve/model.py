@@ -20,7 +20,7 @@ from jaxrl.models.files.adapter_stack import stack_adapters
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
-from jaxrl.models.kv_cache import check_generates
+from jaxrl.engine.device.kv_pool import check_speculation
 from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.rollout.paged_engine import paged_engine
@@ -65,7 +65,7 @@ def open_model(
     set_compilation_cache(run)
     folder = resolve_model(run.model.path, key="--model")
     decoder = model_config(folder)
-    check_generates(decoder)
+    check_speculation(decoder, run.rollout)
     max_len = min(max_len, decoder.context_len)
     lengths = dataclasses.replace(run.data, max_prompt_len=max_len - 1, max_response_len=1)
     run = dataclasses.replace(run, data=lengths)

@@ -19,11 +19,13 @@ from hypothesis.stateful import (
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import ROOT, OutOfPages, PagePool
 from jaxrl.engine.scheduler import DeviceWork, Scheduler, Sequence
+from jaxrl.engine.states import StateSlots
 
 MAX_LEN = 24
 TOKENS = st.integers(0, 1)  # so few that common prefixes and repeated samples are frequent
 WRONG = 2  # a token that is never sampled
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=10)
+NOTHING = frozenset(), ()  # the policy versions and tokens of the state before the first token
 
 
 def n_common(a, b) -> int:
@@ -47,18 +49,20 @@ def test_the_tree_finds_the_longest_prefix_of_any_earlier_sequence(page_len, end
 class Device:
     """The pool's memory. The KV of a token is represented by what it was computed from.
 
-    That is the set of policy versions, and the tokens up to its own.
+    That is the set of policy versions, and the tokens up to its own. A state is represented by that
+    of the last token in it.
     """
 
-    def __init__(self, n_pages: int, page_len: int):
+    def __init__(self, n_pages: int, page_len: int, n_slots: int):
         self.page_len = page_len
         self.pages = [[None] * page_len for _ in range(n_pages)]
+        self.slots = [NOTHING] * n_slots
 
     def read(self, pages, position: int):
         return self.pages[pages[position // self.page_len]][position % self.page_len]
 
     def write(self, pages, position: int, token: int, version: int) -> None:
-        versions, tokens = self.read(pages, position - 1) if position else (frozenset(), ())
+        versions, tokens = self.read(pages, position - 1) if position else NOTHING
         key = versions | {version}, (*tokens, token)
         self.pages[pages[position // self.page_len]][position % self.page_len] = key
 
@@ -66,11 +70,23 @@ class Device:
         """In the order of the engine: copies, prefill, post-prefill copies."""
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
+        for source, target in plan.state_copies:
+            self.slots[target] = self.slots[source]
         for chunk in plan.prefill:
             for i, token in enumerate(chunk.tokens.tolist(), chunk.start):
-                self.write(chunk.pages, i, token, version)
+                if i >= chunk.write_from:
+                    self.write(chunk.pages, i, token, version)
+            if self.slots:
+                versions, tokens = self.slots[chunk.source]
+                assert len(tokens) == chunk.start and chunk.target != 0
+                last = chunk.start + len(chunk.tokens) - 1
+                state = versions | {version}, (*tokens, *chunk.tokens.tolist())
+                assert self.read(chunk.pages, last) == state
+                self.slots[chunk.target] = state
         for source, target in plan.post_prefill_copies:
             self.pages[target] = list(self.pages[source])
+        for source, target in plan.post_prefill_state_copies:
+            self.slots[target] = self.slots[source]
 
 
 class Machine(RuleBasedStateMachine):
@@ -82,9 +98,12 @@ class Machine(RuleBasedStateMachine):
         keep=st.sampled_from([True, True, True, False]),
         n_drafts=st.sampled_from([0, 3]),
         n_rows=st.sampled_from([1, 1, 2, 8]),
+        n_snapshots=st.sampled_from([0, 0, 1, 2, 12]),  # 0: a model without states
     )
-    def begin(self, n_pages, page_len, max_num_seqs, steps, keep, n_drafts, n_rows):
-        self.n_drafts = n_drafts
+    def begin(self, n_pages, page_len, max_num_seqs, steps, keep, n_drafts, n_rows, n_snapshots):
+        self.n_drafts = 0 if n_snapshots else n_drafts
+        n_drafts = self.n_drafts
+        states = StateSlots(1 + max_num_seqs + n_snapshots) if n_snapshots else None
         self.s = Scheduler(
             PagePool(n_pages, page_len, keep=keep),
             max_num_seqs=max_num_seqs,
@@ -92,8 +111,11 @@ class Machine(RuleBasedStateMachine):
             max_len=MAX_LEN,
             row_len=page_len,
             rows_per_dispatch=n_rows,
+            states=states,
         )
-        self.device = Device(n_pages, page_len)
+        if states is not None:
+            self.s.pool.on_remove = states.forget
+        self.device = Device(n_pages, page_len, states.n_slots if states else 0)
         self.version = 0
         self.prefixes = []
         self.inserted: set[int] = set()
@@ -185,6 +207,8 @@ class Machine(RuleBasedStateMachine):
         for seq in plan.decode:
             for i, key in enumerate(self.keys[seq.slot]):
                 assert self.device.read(seq.pages, i) == key
+            if self.s.states is not None:
+                assert self.device.slots[seq.state] == (self.keys[seq.slot] or [NOTHING])[-1]
         rows, n_steps = (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)
         if plan.previously_running or not plan.full:
             self.check_progress(rows)
@@ -206,6 +230,9 @@ class Machine(RuleBasedStateMachine):
             for ahead in range(1, min(self.n_drafts, most - n - 1) + 1):
                 self.device.write(seq.pages, i + ahead, WRONG, self.version)
             self.keys[seq.slot].append(self.device.read(seq.pages, i))
+            if self.s.states is not None:
+                versions, tokens = self.device.slots[seq.state]
+                self.device.slots[seq.state] = versions | {self.version}, (*tokens, token)
         finish = "length" if len(made) == seq.remaining else "stop" * stops
         self.s.advance(seq, made, finish)
         if finish:
@@ -269,6 +296,32 @@ class Machine(RuleBasedStateMachine):
         assert all(page not in pool._tree for page in pool._empty)
         if not pool.keep:
             assert not pool._cached
+
+    @invariant()
+    def every_slot_of_state_has_one_owner(self):
+        if not hasattr(self, "s") or self.s.states is None:
+            return
+        states = self.s.states
+        held = [q.state for q in self.s.running] + [p.state for p in self.prefixes]
+        slots = [0, *held, *states._snapshots, *states._free]
+        assert sorted(slots) == list(range(states.n_slots))
+        assert states.n_used == len(held)
+        assert all(not q.state for q in self.s.waiting)
+        assert self.device.slots[0] == NOTHING
+
+    @invariant()
+    def snapshots_are_the_states_of_their_prefixes(self):
+        if not hasattr(self, "s") or self.s.states is None:
+            return
+        place = self.s.pool._tree._nodes
+        for parent, known in self.s.states._by_parent.items():
+            before = []
+            while parent != ROOT:
+                parent, part = place[parent]
+                before = [*np.frombuffer(part, np.int32).tolist(), *before]
+            for tokens, slot in known.items():
+                prefix = (*before, *np.frombuffer(tokens, np.int32).tolist())
+                assert self.device.slots[slot] == (frozenset({self.version}), prefix)
 
     @invariant()
     def no_sequence_writes_to_a_page_that_another_reads(self):

@@ -85,6 +85,13 @@ class RolloutConfig:
         "maximum length if the device does not report its memory",
         ge=0,
     )
+    state_snapshots: int = key(
+        0,
+        "Models with gated DeltaNet: states per replica that are kept at the ends of prompts and of "
+        "ended sequences, for later requests with the same prefix, next to one state for each of "
+        "max_num_seqs; 0 = half of max_num_seqs",
+        ge=0,
+    )
     memory_utilization: float = key(
         0.85,
         "Fraction of device memory for weights, optimizer, programs and KV pages together",

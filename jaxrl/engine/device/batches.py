@@ -16,6 +16,7 @@ from jaxrl.engine.device.sampling import SamplingParams
 from jaxrl.engine.scheduler import PrefillChunk
 from jaxrl.engine.scheduler import Sequence as RunningSequence
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.paged import PrefillSlots
 
 MAX_STOP_IDS = 16  # stop token ids per request
 PREFILL_LEN = 64  # tokens of a prefill row; longer pages make longer rows
@@ -36,6 +37,7 @@ class DispatchShapes:
     prefill_buckets: tuple[int, ...]  # rows of a prefill dispatch, ascending
     mixed: bool  # whether prefill and a decode step may share a dispatch
     adapters: bool  # whether every row has an adapter, or none
+    states: bool  # whether every sequence has a slot of state
 
 
 def dispatch_shapes(rollout: RolloutConfig, max_len: int, cfg: DecoderConfig) -> DispatchShapes:
@@ -59,6 +61,7 @@ def dispatch_shapes(rollout: RolloutConfig, max_len: int, cfg: DecoderConfig) ->
         prefill_buckets=prefill,
         mixed=rollout.prefix_cache and prompt_rows >= prefill[-1],
         adapters=cfg.lora is not None and cfg.lora.n_stacked > 0,
+        states=bool(cfg.delta_layers),
     )
 
 
@@ -104,7 +107,12 @@ def pad_replicas[T](by_replica: list[list[T]], bucket: int, n_replicas: int) -> 
 def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:
     """Splits the chunks into rows of `row_len` tokens."""
     return [
-        PrefillChunk(chunk.tokens[i : i + row_len], chunk.start + i, chunk.pages, chunk.adapter)
+        dataclasses.replace(
+            chunk,
+            tokens=chunk.tokens[i : i + row_len],
+            start=chunk.start + i,
+            source=chunk.target if i else chunk.source,
+        )
         for chunk in chunks
         for i in range(0, len(chunk.tokens), row_len)
     ]
@@ -121,7 +129,18 @@ def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> Pr
     ids = [0 if row is None else row.adapter for row in rows]
     adapters = np.array(ids, np.int32) if shapes.adapters else None
     table = _page_table(rows, shapes.max_pages_per_seq)
-    return PrefillBatch(tokens, positions, table, adapters)
+    return PrefillBatch(tokens, positions, table, adapters, _prefill_slots(rows, shapes))
+
+
+def _prefill_slots(
+    rows: list[PrefillChunk | None], shapes: DispatchShapes
+) -> PrefillSlots | None:
+    if not shapes.states:
+        return None
+    columns = [
+        (0, 0, 0) if row is None else (row.source, row.target, row.write_from) for row in rows
+    ]
+    return PrefillSlots(*np.array(columns, np.int32).reshape(-1, 3).T)
 
 
 def decode_batch(
@@ -159,6 +178,7 @@ def decode_batch(
         history=_history(rows, shapes.history_len) if shapes.keep_history or adjusted else None,
         adjustments=_adjustments(rows, shapes.n_vocab) if adjusted else None,
         adapter=column(np.int32, 0, lambda seq: seq.request.adapter) if shapes.adapters else None,
+        slots=column(np.int32, 0, lambda seq: seq.state) if shapes.states else None,
     )
 
 

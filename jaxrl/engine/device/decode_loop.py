@@ -52,6 +52,7 @@ class DecodeBatch:
     history: types.Array = None
     adjustments: Adjustments | None = None  # None if no row has any: then the program has none
     adapter: types.Array = None  # int32 [B], 0 = none; None for an engine without adapters
+    slots: types.Array = None  # int32 [B], of the sequences' states; None for models without any
 
     @property
     def adapter_of_tokens(self) -> jax.Array | None:
@@ -148,7 +149,7 @@ def decode_steps(
         step, cache, position, token, remaining, counts, out = state
         active = position >= 0
         rows = token[:, None], position[:, None]
-        hidden, cache = forward(params, *rows, cache, batch.page_table)
+        hidden, cache = forward(params, *rows, cache, batch.page_table, batch.slots)
         new, token = sample_tokens(
             params, hidden, keys, position, batch, counts, rules, keep_support=keep_support
         )

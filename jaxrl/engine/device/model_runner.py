@@ -15,18 +15,19 @@ from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeOutput, read_deco
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
-from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence
+from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence, StateCopy
 from jaxrl.models.kv_cache import KVCache
 from jaxrl.types import Tree
 from sharding import on_mesh
 
-COPIES_PER_CALL = 16  # pages copied by one call
+COPIES_PER_CALL = 16  # pages or states copied by one call
+COPIES = ("copy_pages", "copy_states")
 
 
 class Dispatch(NamedTuple):
     """A program of the engine: its kind, and the rows or sequences that it takes."""
 
-    kind: str  # prefill, mixed, copy_pages or decode
+    kind: str  # prefill, mixed, copy_pages, copy_states or decode
     bucket: int
     adjusted: bool = False  # with adjustments
 
@@ -67,6 +68,7 @@ class ModelRunner:
             "prefill": model,
             "mixed": samples,
             "copy_pages": {"rules": pool.rules, "stacked": pool.cfg.stacked},
+            "copy_states": {"rules": pool.rules, "stacked": pool.cfg.stacked},
             "decode": samples | decodes,
         }
         self.cache: KVCache | None = None
@@ -123,6 +125,14 @@ class ModelRunner:
             cache = self.allocated_cache()
             self.cache = programs.copy_pages(cache, *pairs, **self._static["copy_pages"])
 
+    def copy_states(self, copies: list[list[StateCopy]]) -> None:
+        """Copies up to COPIES_PER_CALL states of each replica."""
+        rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
+        pairs = np.array([row or (0, 0) for row in rows], np.int32).T
+        with self._call("copy_states", COPIES_PER_CALL):
+            cache = self.allocated_cache()
+            self.cache = programs.copy_states(cache, *pairs, **self._static["copy_states"])
+
     def decode(
         self,
         params: Tree,
@@ -161,7 +171,9 @@ class ModelRunner:
         prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
         mixed = [Dispatch("mixed", shapes.prefill_buckets[-1], v) for v in variants if shapes.mixed]
         decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
-        return [*prefill, *mixed, Dispatch("copy_pages", COPIES_PER_CALL), *decode]
+        kinds = ("copy_pages", "copy_states") if shapes.states else ("copy_pages",)
+        copies = [Dispatch(kind, COPIES_PER_CALL) for kind in kinds]
+        return [*prefill, *mixed, *copies, *decode]
 
     def run_on_padding(self, params: Tree, program: Dispatch) -> None:
         """Runs a program without rows, which compiles it if it is not compiled yet."""
@@ -170,6 +182,8 @@ class ModelRunner:
             self.prefill(params, [], bucket)
         elif kind == "copy_pages":
             self.copy_pages([])
+        elif kind == "copy_states":
+            self.copy_states([])
         elif kind == "mixed":
             self.mixed(params, [], [], adjusted=adjusted)
         else:
@@ -178,7 +192,7 @@ class ModelRunner:
     def lower_largest(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
         """`lower` of the largest program of a kind, without adjustments."""
         buckets = self.shapes.decode_buckets if kind == "decode" else self.shapes.prefill_buckets
-        bucket = COPIES_PER_CALL if kind == "copy_pages" else buckets[-1]
+        bucket = COPIES_PER_CALL if kind in COPIES else buckets[-1]
         return self.lower(params, n_pages, Dispatch(kind, bucket))
 
     def lower(self, params: Tree, n_pages: int, program: Dispatch) -> jax.stages.Lowered:
@@ -189,14 +203,14 @@ class ModelRunner:
         """
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
-        state = (cache,) if program.kind == "copy_pages" else (params, cache)
+        state = (cache,) if program.kind in COPIES else (params, cache)
         jitted = getattr(programs, program.kind)
         return jitted.lower(*state, *self._padding(program), **self._static[program.kind])
 
     def _padding(self, program: Dispatch) -> tuple[Any, ...]:
         """The inputs of a program without rows."""
         kind, bucket, adjusted = program
-        if kind == "copy_pages":
+        if kind in COPIES:
             return (np.zeros(self.pool.n_replicas * bucket, np.int32),) * 2
         if kind == "prefill":
             return (self._prefill_batch([], bucket),)

@@ -3,6 +3,7 @@
 The KV cache is donated to each program, which updates it in place and returns it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.kv_cache import KVCache
-from jaxrl.models.paged import forward_mixed, forward_paged
+from jaxrl.models.paged import PrefillSlots, forward_mixed, forward_paged
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -40,6 +41,7 @@ class PrefillBatch:
     positions: Any  # int32 [R, T], -1 at padding
     page_table: Any  # int32 [R, C]
     adapters: Any  # int32 [R]; None for an engine without any
+    slots: PrefillSlots | None = None  # None for models without a state
 
     def adapter_of_tokens(self) -> Int[Array, "R T"] | None:
         if self.adapters is None:
@@ -94,6 +96,7 @@ def prefill(
             batch.positions,
             cache,
             batch.page_table,
+            batch.slots,
             rules=rules.in_replica(),
             implementation=implementation,
         )
@@ -132,6 +135,8 @@ def mixed(
             batch.position,
             batch.page_table,
             cache,
+            prefilled.slots,
+            batch.slots,
             rules=local,
             implementation=implementation,
         )
@@ -175,9 +180,37 @@ def copy_pages(
             copied = pages.at[(*lead, sources)].get(out_sharding=spec)
             return pages.at[(*lead, targets)].set(copied, mode="drop", out_sharding=spec)
 
-        return jax.tree.map(copy, cache)
+        pages = jax.tree.map(copy, dataclasses.replace(cache, states=None))
+        return dataclasses.replace(pages, states=cache.states)
 
     run = per_replica(copy_one, rules, cache_axis=len(lead), n_inputs=2)
+    return run(None, cache, sources, targets)
+
+
+@functools.partial(engine_program, static_argnames=("rules", "stacked"))
+@jax.named_scope("rollout")
+def copy_states(
+    cache: KVCache,
+    sources: Int[Array, "n"],
+    targets: Int[Array, "n"],
+    *,
+    rules: Rules,
+    stacked: bool,
+) -> KVCache:
+    """Slot targets[i] <- slot sources[i] in every layer with a state, one i after the other."""
+    axis = int(stacked)
+
+    def copy_one(_, cache: KVCache, sources, targets) -> KVCache:
+        def one(i: jax.Array, pool: jax.Array) -> jax.Array:
+            state = jax.lax.dynamic_index_in_dim(pool, sources[i], axis)
+            return jax.lax.dynamic_update_slice_in_dim(pool, state, targets[i], axis)
+
+        def copy(pool: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, len(sources), one, pool)
+
+        return dataclasses.replace(cache, states=jax.tree.map(copy, cache.states))
+
+    run = per_replica(copy_one, rules, cache_axis=axis, n_inputs=2)
     return run(None, cache, sources, targets)
 
 

@@ -1,7 +1,6 @@
 """Gated DeltaNet (https://arxiv.org/abs/2412.06464) over packed rows, and its convolution."""
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jaxrl.kernels.gated_delta.convolution import convolve
 from jaxrl.kernels.gated_delta.limits import unsupported_by_mosaic, unsupported_by_triton
 from jaxrl.kernels.gated_delta.reference import gated_delta_reference
 from jaxrl.kernels.gated_delta.runs import parent_chunks
+from jaxrl.kernels.gated_delta.sharding import check_heads, shard_heads
 from jaxrl.kernels.gated_delta.step import gated_delta_step_xla
 from jaxrl.kernels.visibility import Visibility
 from sharding import Rules
@@ -57,7 +57,7 @@ def gated_delta(
     `rules` are those of whole rows (rows.py). Raises ValueError if heads do not divide over the
     devices that share them.
     """
-    _check_heads(v.shape[2], rules)
+    check_heads(v.shape[2], rules)
     heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
     rows, states = rules.spec("batch", None), rules.spec("batch", "heads", None, None)
     if state is None:
@@ -72,7 +72,7 @@ def gated_delta(
     specs = (heads, heads, heads, gates, gates, rows, states, rows)
     args = (q, k, v, g, beta, segments, state, visibility)
     with jax.named_scope("gated_delta"):
-        return _shard(local, args, specs, (heads, states))
+        return shard_heads(local, args, specs, (heads, states))
 
 
 def gated_delta_step(
@@ -81,12 +81,13 @@ def gated_delta_step(
     v: Float[Array, "B T N V"],
     g: Float[Array, "B T N"],
     beta: Float[Array, "B T N"],
-    state: Float[Array, "B N D V"],
+    states: Float[Array, "S N D V"],
     *,
+    slots: Int[Array, "B"],
     live: Bool[Array, "B T"],
     rules: Rules,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
+) -> tuple[Float[Array, "B T N V"], Float[Array, "S N D V"]]:
     """`gated_delta` of the next tokens of B sequences, from their float32 states to the new ones.
 
     T is small: 1 in decode, a few to verify draft tokens. Tokens that are not `live`, which follow
@@ -105,13 +106,15 @@ def gated_delta_step(
     step = choose(
         "config.model.gated_delta", implementation, implementations=STEPS, defaults=defaults
     )
-    _check_heads(v.shape[2], rules)
+    check_heads(v.shape[2], rules)
     heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
-    rows, states = rules.spec("batch", None), rules.spec("batch", "heads", None, None)
-    specs = (heads, heads, heads, gates, gates, rows, states)
+    rows, row_states = rules.spec("batch", None), rules.spec("batch", "heads", None, None)
+    specs = (heads, heads, heads, gates, gates, rows, row_states)
+    state = states.at[slots].get(out_sharding=row_states)
     with jax.named_scope("gated_delta_step"):
-        out, state = _shard(step, (q, k, v, g, beta, live, state), specs, (heads, states))
-    return out.astype(v.dtype), state
+        out, state = shard_heads(step, (q, k, v, g, beta, live, state), specs, (heads, row_states))
+    pool = rules.spec(None, "heads", None, None)
+    return out.astype(v.dtype), states.at[slots].set(state, out_sharding=pool)
 
 
 def causal_conv(
@@ -147,16 +150,7 @@ def causal_conv(
 
     specs, args = (heads, weights, rows, heads, rows), (x, w, segments, tail, visibility)
     with jax.named_scope("causal_conv"):
-        return _shard(local, args, specs, (heads, heads))
-
-
-def _shard(local: Callable, args: tuple, specs: tuple, out_specs: tuple):
-    """`local` on each device's rows and heads."""
-    args = tuple(
-        jax.tree.map(lambda a, to=spec: jax.reshard(a, to), arg)
-        for arg, spec in zip(args, specs, strict=True)
-    )
-    return jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)(*args)
+        return shard_heads(local, args, specs, (heads, heads))
 
 
 def _parents(visibility: Visibility | None, chunk: int) -> jax.Array | None:
@@ -172,12 +166,3 @@ def _chunk_len(visibility: Visibility | None, row_len: int, align: int) -> int:
             "config.learner.buckets to multiples of config.learner.segment_align"
         )
     return chunk
-
-
-def _check_heads(n_heads: int, rules: Rules) -> None:
-    if n_heads % (n := rules.n_shards("heads")):
-        shown = " x ".join(rules.mesh_axes("heads"))
-        raise ValueError(
-            f"{n_heads} value heads of gated DeltaNet cannot be shared by {n} devices ({shown}); "
-            f"set config.mesh sizes whose product divides {n_heads}"
-        )

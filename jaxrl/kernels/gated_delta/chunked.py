@@ -32,14 +32,17 @@ def gated_delta_chunked(q, k, v, g, beta, segments, state, parents=None):
     (B, T, K, _), N = k.shape, v.shape[2]
     C = chunk_len(T) if parents is None else T // parents.shape[1]
     runs = ChunkRuns.of(_pad(segments, C), C, aligned=parents is not None)
-    q, k = (_split(a, C, K) for a in (q, k))
-    v, g, beta = (_split(a, C, K, N // K) for a in (v, g, beta))
+    q, k = (split_chunks(a, C, K) for a in (q, k))
+    v, g, beta = (split_chunks(a, C, K, N // K) for a in (v, g, beta))
     state = state.astype(jnp.float32).reshape(B, K, N // K, *state.shape[2:])
     parents = None if parents is None else parents.T
-    compute = functools.partial(_heads, runs, parents)
+
+    def compute(q, k, v, g, beta, state):
+        pass_states = functools.partial(chunk_states, v.dtype, state=state, parents=parents)
+        return chunk_outputs(runs, pass_states, q, k, v, g, beta)
+
     out, final = _by_group(compute, q, k, v, g, beta, state)
-    out = jnp.moveaxis(out, 4, 2)  # [n, B, C, K, R, V]
-    out = jnp.moveaxis(out, 0, 1).reshape(B, -1, N, v.shape[-1])[:, :T]
+    out = join_chunks(out)[:, :T]
     return checkpoint_name(out, SAVED_NAME), final.reshape(B, N, *final.shape[-2:])
 
 
@@ -53,10 +56,16 @@ def _pad(a, chunk: int):
     return jnp.pad(a, [(0, 0), (0, -a.shape[1] % chunk)] + [(0, 0)] * (a.ndim - 2))
 
 
-def _split(a, chunk: int, *heads: int):
-    """[B, T, heads, ...] -> [n, B, *heads, chunk, ...]."""
+def split_chunks(a, chunk: int, *heads: int):
+    """[B, T, heads, ...] -> [n, B, *heads, chunk, ...], padded to whole chunks."""
     a = _pad(a, chunk).reshape(len(a), -1, chunk, *heads, *a.shape[3:])
     return jnp.moveaxis(jnp.moveaxis(a, 2, 2 + len(heads)), 1, 0)
+
+
+def join_chunks(out):
+    """[n, B, K, R, C, V] -> [B, n * C, K * R, V]."""
+    n, B, K, R, C, V = out.shape
+    return jnp.transpose(out, (1, 0, 4, 2, 3, 5)).reshape(B, n * C, K * R, V)
 
 
 def _by_group(compute, q, k, v, g, beta, state):
@@ -78,8 +87,12 @@ def _by_group(compute, q, k, v, g, beta, state):
     return join(out, 2), join(final, 1)
 
 
-def _heads(runs: ChunkRuns, parents, q, k, v, g, beta, state):
-    """Outputs [n, B, K, R, C, V] and final states [B, K, R, D, V] of some key heads."""
+def chunk_outputs(runs: ChunkRuns, pass_states, q, k, v, g, beta):
+    """Outputs [n, B, K, R, C, V] of some key heads, and the states that `pass_states` returns.
+
+    `pass_states(u, w, k, weight, decay)` is (corrected values, states at the starts of the chunks,
+    states after them), with the arguments of `chunk_states`.
+    """
     dtype, scale = v.dtype, q.shape[-1] ** -0.5
     live, within, carried, last = (a[:, :, None, None] for a in runs.masks())
     g = jnp.where(live, jnp.maximum(g.astype(jnp.float32), STRONGEST), 0.0)
@@ -96,9 +109,8 @@ def _heads(runs: ChunkRuns, parents, q, k, v, g, beta, state):
     u = product("nBKRIJ,nBKRJV->nBKRIV", solve, v, dtype)
     w = product("nBKRIJ,nBKJD->nBKRID", solve * from_start[..., None, :], k, dtype)
     decay = jnp.where(runs.kept[:, :, None, None], jnp.exp(total[..., -1]), 0.0)
-    x, starts, final = chunk_states(
-        dtype, u.astype(dtype), w.astype(dtype), k.astype(dtype), to_end, decay, state, parents
-    )
+    u, w, k = (a.astype(dtype) for a in (u, w, k))
+    x, starts, final = pass_states(u, w, k, to_end, decay)
     scores = product("nBKID,nBKJD->nBKIJ", q, k, dtype)[:, :, :, None] * pairs
     out = product("nBKRIJ,nBKRJV->nBKRIV", scores, x, dtype)
     out += from_start[..., None] * product("nBKCD,nBKRDV->nBKRCV", q, starts, dtype)

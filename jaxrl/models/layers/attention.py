@@ -66,7 +66,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(prevent_norm_fusion(q)), self.k_norm(prevent_norm_fusion(k))
         assert place.rotation is not None
         q, k = rotate(q, positions, place.rotation), rotate(k, positions, place.rotation)
-        out, state = rows.attend(q, k, v, self.cfg.spec(rules), window, place.index, state)
+        out, state = rows.attend(q, k, v, self.cfg.spec(rules), window, place.cache, state)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return checkpoint_name(self.o(out, rules), "o"), state

@@ -80,7 +80,7 @@ class GatedDeltaNet(nnx.Module):
         g = -decay * jax.nn.softplus(a.astype(jnp.float32) + shift)
         beta = jax.nn.sigmoid(b)
         qk = jnp.concatenate([q, k], axis=-1)
-        out, state = rows.delta(qk, v, g, beta, (w_qk, w_v), place.index, state)
+        out, state = rows.delta(qk, v, g, beta, (w_qk, w_v), place.cache, state)
         gated = self.norm(out).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
         return checkpoint_name(self.o(gated.astype(x.dtype), rules), "o"), state
 

@@ -14,7 +14,8 @@ from jaxrl.models.layers.rope import Rotation
 class RowOps(Protocol):
     """The operations between the tokens of rows: packed in training, with a cache in rollout.
 
-    Both return the output and the state after the layer. `index` is that of a stacked layer.
+    Both return the output and the state after the layer. `index` is that of a stacked layer among
+    the layers of its kind.
     """
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state) -> tuple[jax.Array, Any]:
@@ -37,4 +38,6 @@ class LayerPlace:
 
     rotation: Rotation | None  # None: layers without one
     window: types.Array | None  # int32; None: the window is static
-    index: types.Array | None  # int32; None: of a list, whose layers get their part of the cache
+    index: types.Array | None  # int32, of the layer; None: of a list
+    # int32, of the layer's cache among those of its kind; None: of a list, whose layers get theirs
+    cache: types.Array | None
