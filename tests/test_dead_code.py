@@ -20,10 +20,6 @@ ALLOWED = {  # file -> (names, who uses them); "*" stands for all names
         "connection_made on_response_complete send_400_response next_event",
         "uvicorn and h11 call them",
     ),
-    "jaxrl/kernels/gated_delta/__init__.py": (
-        "gated_delta_step",
-        "the form of the rule for the next tokens of a sequence, from a state",
-    ),
     "jaxrl/kernels/logprob/reference.py": ("logprob_reference", REFERENCE),
     "jaxrl/kernels/quantized_matmul.py": ("quantized_matmul_reference", REFERENCE),
     "jaxrl/report/watch.py": (

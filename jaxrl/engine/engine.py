@@ -25,8 +25,9 @@ from jaxrl.engine.device.kv_pool import KVPoolSpec, check_speculation, n_state_s
 from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRunner
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
-from jaxrl.engine.scheduler import DeviceWork, PrefillChunk, Scheduler, Sequence
+from jaxrl.engine.scheduler import Scheduler
 from jaxrl.engine.states import StateSlots
+from jaxrl.engine.work import DeviceWork, PrefillChunk, Sequence
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kv_cache import page_dtype
 from jaxrl.runtime.compilation import CompileThreads, compile_in_threads
@@ -249,19 +250,15 @@ class PagedEngine:
         return self._scheduler
 
     def _new_scheduler(self, n_pages: int) -> Scheduler:
-        rollout, states = self.rollout, None
-        pool = PagePool(n_pages, rollout.page_len, keep=rollout.prefix_cache)
-        if self.pool.n_slots:
-            states = StateSlots(self.pool.n_slots)
-            pool.on_remove = states.forget
+        rollout, n_slots = self.rollout, self.pool.n_slots
         return Scheduler(
-            pool,
+            PagePool(n_pages, rollout.page_len, keep=rollout.prefix_cache),
             max_num_seqs=rollout.max_num_seqs,
             steps_per_dispatch=rollout.steps_per_dispatch * (1 + rollout.spec_tokens),
             max_len=self.max_len,
             row_len=self.shapes.prefill_row_len,
             rows_per_dispatch=self.shapes.prefill_buckets[-1],
-            states=states,
+            states=StateSlots(n_slots) if n_slots else None,
         )
 
     # Dispatches

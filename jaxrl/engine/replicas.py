@@ -8,7 +8,8 @@ import dataclasses
 import numpy as np
 
 from jaxrl.engine.api import Prefix, Request
-from jaxrl.engine.scheduler import DeviceWork, Scheduler, Sequence
+from jaxrl.engine.scheduler import Scheduler
+from jaxrl.engine.work import DeviceWork, Sequence
 
 
 class ReplicaScheduler:

@@ -13,7 +13,13 @@ log = logging.getLogger(__name__)
 # half a second to import, and runs on no CPU.
 Implementations = Mapping[str, Callable | str]
 
-ONLY_ON = {"splash": "tpu", "ragged": "tpu", "triton": "gpu", "cudnn": "gpu"}  # kernel -> platform
+ONLY_ON = {  # kernel -> platform
+    "splash": "tpu",
+    "ragged": "tpu",
+    "mosaic": "tpu",
+    "triton": "gpu",
+    "cudnn": "gpu",
+}
 # Part of `device_kind` of GPUs of data centers since Hopper.
 SINCE_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300")
 

@@ -220,6 +220,7 @@ class DecoderConfig:
     max_len: int = 2048
     dense_F: int = 0  # intermediate_size of a file in which every layer has experts; unused
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
+    gated_delta: str = "auto"  # implementation of decode steps of gated DeltaNet; see kernels/
     lora: LoRA | None = None  # adapters, next to the base weights
     base_dtype: str = ""  # of frozen matrices: "" (the model's) | "int8" | "nf4"
     stacked: bool = False  # equal layers are stacked on a leading axis and scanned, else a list
@@ -246,7 +247,9 @@ class DecoderConfig:
     @property
     def delta_layers(self) -> list[GatedDeltaNetConfig]:
         """The gated DeltaNet of the layers that have one, in order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetConfig)]
+        return [
+            layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetConfig)
+        ]
 
     @property
     def cache_indices(self) -> tuple[int, ...]:
@@ -372,7 +375,7 @@ def for_platform(
     with activations in host memory, else a list. Raises ValueError for a kernel of another
     platform.
     """
-    kernels = ("attention", "paged_attention", "grouped_matmul")
+    kernels = ("attention", "paged_attention", "gated_delta", "grouped_matmul")
     check_kernels({f"config.model.{key}": getattr(cfg.model, key) for key in kernels}, platform)
     dtype, layers = cfg.model.dtype, cfg.model.layers
     if dtype == "auto":
@@ -382,5 +385,9 @@ def for_platform(
         layers = "stacked" if scanned or parse_remat(cfg.learner.remat).offloads else "list"
     heads = ("vocab", "score") if cfg.critic.shared else ("vocab",)
     return jnp.dtype(dtype), dataclasses.replace(
-        decoder, heads=heads, stacked=layers == "stacked", grouped_matmul=cfg.model.grouped_matmul
+        decoder,
+        heads=heads,
+        stacked=layers == "stacked",
+        grouped_matmul=cfg.model.grouped_matmul,
+        gated_delta=cfg.model.gated_delta,
     )

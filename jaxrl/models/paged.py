@@ -1,6 +1,7 @@
 """Forward pass over a paged KV cache: rows of new tokens, or prefill mixed with decode."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ class PrefillSlots:
     write_from: types.Array
 
 
-Slots = jax.Array | PrefillSlots | None  # int32 [B] in decode; None for models without a state
+RowSlots = jax.Array | PrefillSlots | None  # int32 [B] in decode; None for models without states
 
 
 def forward_paged(
@@ -44,7 +45,7 @@ def forward_paged(
     positions: Int[Array, "B T"],
     cache: KVCache,
     page_table: Int[Array, "n C"],
-    slots: Slots = None,
+    slots: RowSlots = None,
     *,
     rules: Rules,
     implementation: str | None = None,
@@ -60,7 +61,7 @@ def forward_paged(
     for all of them.
     """
     group = TokenGroup(page_table, positions.reshape(len(page_table), -1), slots)
-    paged = PagedRows([group], rules, implementation)
+    paged = PagedRows([group], rules, implementation, model.cfg.gated_delta)
     return model(tokens, positions, paged, cache, live=positions >= 0, rules=rules)[:2]
 
 
@@ -91,7 +92,7 @@ def forward_mixed(
         TokenGroup(prefill_table, prefill_positions, prefill_slots),
         TokenGroup(page_table, positions[:, None], slots),
     ]
-    paged = PagedRows(groups, rules, implementation)
+    paged = PagedRows(groups, rules, implementation, model.cfg.gated_delta)
     hidden, cache, _ = model(
         row, group_positions, paged, cache, live=group_positions >= 0, rules=rules
     )
@@ -104,7 +105,7 @@ class TokenGroup:
 
     page_table: jax.Array  # int32 [n, C]
     positions: jax.Array  # int32 [n, t]
-    slots: Slots
+    slots: RowSlots
 
     @property
     def written(self) -> jax.Array:
@@ -124,7 +125,8 @@ class PagedRows:
 
     groups: list[TokenGroup]
     rules: Rules
-    implementation: str | None
+    implementation: str | None  # of paged attention
+    step: str  # implementation of gated_delta_step
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache):
         k_pages, v_pages, first = state.layer_pages(index, self.rules)
@@ -168,7 +170,9 @@ class PagedRows:
             live = group.positions >= 0
             if isinstance(group.slots, PrefillSlots):
                 sources, targets = group.slots.sources + first, group.slots.targets + first
-                out, pools = self._prefill_delta(tokens, conv, SlotRows(sources, targets, live), pools)
+                out, pools = self._prefill_delta(
+                    tokens, conv, SlotRows(sources, targets, live), pools
+                )
             else:
                 out, pools = self._step_delta(tokens, conv, group.slots + first, live, pools)
             outs.append(out)
@@ -176,17 +180,19 @@ class PagedRows:
         return self._joined(outs, v.shape), dataclasses.replace(state, states=states)
 
     def _prefill_delta(self, tokens, conv, slots: SlotRows, pools: StateCache):
-        (qk, v, g, beta), how = tokens, {"slots": slots, "rules": self.rules}
+        (qk, v, g, beta), how = tokens, dict[str, Any](slots=slots, rules=self.rules)
         qk, qk_tails = pool_causal_conv(qk, conv[0], pools.qk, **how)
         v, v_tails = pool_causal_conv(v, conv[1], pools.v, **how)
         out, states = pool_gated_delta(*queries_and_keys(qk), v, g, beta, pools.state, **how)
         return out, StateCache(qk_tails, v_tails, states)
 
     def _step_delta(self, tokens, conv, slots, live, pools: StateCache):
-        (qk, v, g, beta), how = tokens, {"slots": slots, "live": live, "rules": self.rules}
+        (qk, v, g, beta), how = tokens, dict[str, Any](slots=slots, live=live, rules=self.rules)
         qk, qk_tails = step_causal_conv(qk, conv[0], pools.qk, **how)
         v, v_tails = step_causal_conv(v, conv[1], pools.v, **how)
-        out, states = gated_delta_step(*queries_and_keys(qk), v, g, beta, pools.state, **how)
+        q, k = queries_and_keys(qk)
+        how["implementation"] = self.step
+        out, states = gated_delta_step(q, k, v, g, beta, pools.state, **how)
         return out, StateCache(qk_tails, v_tails, states)
 
     def _by_group(self, x: jax.Array, heads: str) -> list[jax.Array]:
@@ -200,7 +206,9 @@ class PagedRows:
     def _joined(self, outs: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
         """The outputs of the groups as rows of the given shape."""
         if len(outs) > 1:
-            flat = [_reshape_rows(o, (1, o.shape[0] * o.shape[1]), "heads", self.rules) for o in outs]
+            flat = [
+                _reshape_rows(o, (1, o.shape[0] * o.shape[1]), "heads", self.rules) for o in outs
+            ]
             outs = [jnp.concatenate(flat, axis=1)]
         return _reshape_rows(outs[0], shape[:2], "heads", self.rules)
 

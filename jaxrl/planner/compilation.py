@@ -22,6 +22,7 @@ from jaxrl.planner.compiled.kernels import (
     KernelWork,
     attention_work,
     cudnn_work,
+    delta_step_work,
     grouped_tpu_work,
     grouped_work,
     paged_work,
@@ -176,7 +177,9 @@ def kernel_costs(
         packed = attention_work(op_name, operands, results, keys=keys, l2_cache_bytes=l2_bytes)
         cudnn = cudnn_work(op_name, operands, results, keys=keys)
         grouped = grouped_work(op_name, operands, results, l2_cache_bytes=l2_bytes)
-        return paged or packed or cudnn or grouped or grouped_tpu_work(op_name, operands, results)
+        step = delta_step_work(op_name, operands, results)
+        grouped_tpu = grouped_tpu_work(op_name, operands, results)
+        return paged or packed or cudnn or step or grouped or grouped_tpu
 
     return work
 

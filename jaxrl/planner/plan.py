@@ -67,13 +67,14 @@ class Plan:
     note: str  # `machine_note`
     n_replicas: int  # of the engine
     rollout_weight_bytes: int  # of the weights that it reads
+    state_bytes: int = 0  # of the slots of state
     n_rollout_devices: int = 0  # not in `mesh`; 0: the same
     n_workers: int = 0  # that these devices belong to
     pipeline: PipelinePlan | None = None  # None without stages
 
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
-        names = ("host_resident", "n_rollout_devices", "n_workers")
+        names = ("host_resident", "state_bytes", "n_rollout_devices", "n_workers")
         optional: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.pipeline:
             optional["pipeline"] = dataclasses.asdict(self.pipeline)
@@ -128,12 +129,13 @@ class Memory:
     """How a device's memory is divided. Bytes are per device."""
 
     budget_bytes: int
-    live_bytes: dict[str, int]  # by program, without KV pages
+    live_bytes: dict[str, int]  # by program, without KV pages and states
     kv_pages: int
     min_pages: int  # that the run needs
     sequences: int  # that an engine replica can decode at the same time
     page_bytes: int
-    with_pages: frozenset[str]  # programs during which the KV pages are allocated
+    state_bytes: int  # of the slots of state
+    with_pages: frozenset[str]  # programs during which pages and slots are allocated
 
     @property
     def peak_program(self) -> str:
@@ -145,8 +147,8 @@ class Memory:
 
     def needed(self, program: str) -> int:
         """Bytes while a program runs, with the fewest KV pages that the run needs then."""
-        pages = self.min_pages if program in self.with_pages else 0
-        return self.live_bytes[program] + pages * self.page_bytes
+        pool = self.state_bytes + self.min_pages * self.page_bytes
+        return self.live_bytes[program] + pool * (program in self.with_pages)
 
 
 def make_plan(
@@ -206,6 +208,7 @@ def assemble_plan(
         host_resident=run.host_resident,
         budget_bytes=memory.budget_bytes,
         page_bytes=run.page_bytes,
+        state_bytes=run.state_bytes,
         kv_pages=memory.kv_pages,
         kv_phases=tuple(name for name in phases if name in with_pages),
         max_concurrent_sequences=memory.sequences * run.n_replicas,
@@ -233,7 +236,7 @@ def _rollout_weight_bytes(run: RunPrograms, programs: dict[str, Program]) -> int
     """Weights that the engine reads: the arguments of decode without the KV pool."""
     if "decode" not in programs:
         return 0
-    return programs["decode"].argument_bytes - run.page_bytes * run.n_pages
+    return programs["decode"].argument_bytes - run.page_bytes * run.n_pages - run.state_bytes
 
 
 def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) -> Memory:
@@ -242,9 +245,10 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     The pool stays on the device through all phases, so that program bounds it; with
     rollout.release_kv only programs of the rollout do.
     """
-    cfg, engine, page_bytes = run.cfg.rollout, run.engine, run.page_bytes
+    cfg, engine = run.cfg.rollout, run.engine
+    page_bytes, state_bytes = run.page_bytes, run.state_bytes
     budget = int(cfg.memory_utilization * chip.memory_bytes)
-    pool_bytes = page_bytes * run.n_pages
+    pool_bytes = page_bytes * run.n_pages + state_bytes
     live = {name: live_bytes(p, run, pool_bytes) for name, p in programs.items()}
     if "policy" in run.cfg.learner.offload:
         state = state_before_offload(run.resident, run.host_resident)
@@ -262,10 +266,10 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     if engine is not None:
         wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq
         peak = max(n_bytes for name, n_bytes in live.items() if name in with_pages)
-        pages = max(min(wanted, (budget - peak) // page_bytes), 0)
+        pages = max(min(wanted, (budget - peak - state_bytes) // page_bytes), 0)
         min_pages = cfg.n_pages or engine.shapes.max_pages_per_seq
         sequences = min(cfg.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
-    return Memory(budget, live, pages, min_pages, sequences, page_bytes, with_pages)
+    return Memory(budget, live, pages, min_pages, sequences, page_bytes, state_bytes, with_pages)
 
 
 def _plan_phase(
@@ -319,11 +323,14 @@ def _misfit(cfg: RunConfig, memory: Memory, chip: Chip) -> str:
         source = "rollout.n_pages" if cfg.rollout.n_pages else "one sequence of maximum length"
         pages_gib = memory.min_pages * memory.page_bytes / 2**30
         reason += f"; the {memory.min_pages} KV pages of {source} take {pages_gib:.2f} GiB more"
+    if memory.state_bytes and name in memory.with_pages:
+        gib = memory.state_bytes / 2**30
+        reason += f"; the states of max_num_seqs={cfg.rollout.max_num_seqs} take {gib:.2f} GiB more"
     return reason
 
 
 def live_bytes(program: Program, run: RunPrograms, pool_bytes: int) -> int:
-    """Memory in use on a device while a program runs, without the KV pool.
+    """Memory in use on a device while a program runs, without KV pages and states.
 
     Its arguments, temporaries and new outputs, and the rest of the run's state. On separate devices
     of the rollout this is its weights, with all copies.
@@ -407,6 +414,7 @@ def _engine_calls(
         "prefill": max(prefills - mixed, 0),
         "mixed": mixed,
         "copy_pages": 0,
+        "copy_states": 0,
         "decode": steps - mixed,
     }
 

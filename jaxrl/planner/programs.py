@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.engine.device.model_runner import COPIES
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import (
     Layout,
@@ -102,6 +103,7 @@ class RunPrograms:
     # Of the rollout; None and 0 in offline training.
     engine: PagedEngine | None = None
     page_bytes: int = 0
+    state_bytes: int = 0  # of a replica's slots of state on a device
     n_replicas: int = 0  # of all engines
     n_pages: int = 0  # of the pool that the engine's programs are lowered for
     n_rollout_devices: int = 0  # separate from training's; 0: the same
@@ -251,9 +253,11 @@ def _with_engine(
     used = (
         n_copies(cfg) * n_bytes if devices else sum(programs.resident.values()) + n_bytes - aliased
     )
-    half = (cfg.rollout.memory_utilization * memory_bytes - used) / 2
+    usable = cfg.rollout.memory_utilization * memory_bytes - used
     with jax.set_mesh(layout.mesh(mesh)):
         page_bytes, n_replicas = engine.pool.page_bytes_per_device, engine.pool.n_replicas
+        state_bytes = engine.pool.slots_bytes_per_device
+    half = (usable - state_bytes) / 2
     max_pages = max(int(half // page_bytes), engine.shapes.max_pages_per_seq)
     n_pages = cfg.rollout.n_pages or min(
         cfg.rollout.max_num_seqs * engine.shapes.max_pages_per_seq, max_pages
@@ -273,7 +277,7 @@ def _with_engine(
         table["reshard"] = PlannedProgram(reshard, "rollout", ("rollout_copied",))
     shared = () if "policy" in cfg.learner.offload else ("rollout_aliased",)
     for name in dict.fromkeys(one.kind for one in engine.runner.declared(adjustable=False)):
-        counted = ("kv",) if name == "copy_pages" else (*shared, "kv")
+        counted = ("kv",) if name in COPIES else (*shared, "kv")
         lower = functools.partial(engine_program, name)
         table[name] = PlannedProgram(lower, "rollout", counted, offloads=())
     return dataclasses.replace(
@@ -286,6 +290,7 @@ def _with_engine(
             "rollout_made": n_bytes - aliased,
         },
         page_bytes=page_bytes,
+        state_bytes=state_bytes,
         n_replicas=n_replicas * (n_sides if devices else mesh.size // layout.mesh(mesh).size),
         n_pages=n_pages,
         n_rollout_devices=len(devices) * n_sides,

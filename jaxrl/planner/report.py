@@ -67,6 +67,7 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
         on_host = f"in host memory per device: {shown}\n"
     pages = (
         f"KV pages: {plan.kv_pages} of {format_bytes(plan.page_bytes)}; "
+        f"{f'states: {format_bytes(plan.state_bytes)}; ' if plan.state_bytes else ''}"
         f"concurrent sequences: {plan.max_concurrent_sequences}\n"
     )
     stages = f"{pipeline_text(plan.pipeline)}\n" if plan.pipeline else ""
@@ -125,9 +126,10 @@ def memory_text(plan: Plan) -> str:
 
     A phase's peak has all roles in it, and the KV pages unless rollout.release_kv frees them.
     """
-    device, kv_bytes = plan.chip.memory_bytes, plan.kv_pages * plan.page_bytes
+    device, kv_bytes = plan.chip.memory_bytes, plan.kv_pages * plan.page_bytes + plan.state_bytes
     rows = [(*ROLES[name], n_bytes) for name, n_bytes in plan.resident.items()]
-    rows += [("KV pages", KV_LOWER, kv_bytes)] if kv_bytes else []
+    name = "KV pages and states" if plan.state_bytes else "KV pages"
+    rows += [(name, KV_LOWER, kv_bytes)] if kv_bytes else []
     rows += [
         (
             f"peak of {name}",

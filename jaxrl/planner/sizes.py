@@ -15,7 +15,7 @@ from jaxrl.learner.requirements import needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.state import init_opt_state
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.kv_cache import page_bytes
+from jaxrl.models.kv_cache import page_bytes, slot_bytes
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params, is_spec, map_specs
 from jaxrl.planner.programs import Lengths, OfflineWorkload
@@ -302,9 +302,10 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
 
 
 def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype) -> int:
-    """Bytes of the KV pages of a sequence of maximum length, over all devices."""
+    """Bytes of the KV pages and the state of a sequence of maximum length, over all devices."""
     page_len = cfg.rollout.page_len
-    return math.ceil(cfg.data.max_len / page_len) * page_bytes(d, page_len, dtype)
+    pages = math.ceil(cfg.data.max_len / page_len)
+    return pages * page_bytes(d, page_len, dtype) + slot_bytes(d, dtype)
 
 
 def n_ticks(rows: int, stages: int) -> int:

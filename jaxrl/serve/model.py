@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import stop_ids
+from jaxrl.engine.device.kv_pool import check_speculation
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout, rollout_layout
 from jaxrl.models.config import DecoderConfig, for_platform
@@ -20,7 +21,6 @@ from jaxrl.models.files.adapter_stack import stack_adapters
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
-from jaxrl.engine.device.kv_pool import check_speculation
 from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.rollout.paged_engine import paged_engine

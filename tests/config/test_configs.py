@@ -18,7 +18,7 @@ from jaxrl.config.keys import LearnerConfig, LogConfig, RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.config.schema import to_dict
 from jaxrl.environments import api
-from jaxrl.kernels import attention, grouped_matmul, paged_attention
+from jaxrl.kernels import attention, gated_delta, grouped_matmul, paged_attention
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, make_value_update, make_values
@@ -198,6 +198,7 @@ TABLES = {
     "tool_formats": (choices.TOOL_FORMATS, {"auto", *formats.FORMATS}),
     "attention": (choices.ATTENTIONS, {"auto", *attention.IMPLEMENTATIONS}),
     "paged_attention": (choices.PAGED_ATTENTIONS, {"auto", *paged_attention.IMPLEMENTATIONS}),
+    "gated_delta": (choices.GATED_DELTAS, {"auto", *gated_delta.STEPS}),
     "grouped_matmul": (
         choices.GROUPED_MATMULS,
         {"auto", *grouped_matmul.IMPLEMENTATIONS},

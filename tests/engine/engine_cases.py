@@ -14,7 +14,7 @@ from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.logprob import token_scores
-from jaxrl.models.config import DecoderConfig, Rope, uniform_decoder
+from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, Rope, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
@@ -44,6 +44,12 @@ FAMILIES = {
     ),
     "mixtral": uniform_decoder("mixtral", **SHAPE, E=4, top_k=2, F_expert=96),
 }
+# Gated DeltaNet, gated DeltaNet, attention: twice.
+_BLOCK = FAMILIES["qwen3"].layers[0]
+_DELTA = dataclasses.replace(_BLOCK, mixer=GatedDeltaNetConfig(K=2, N=4, D=16, V=16))
+HYBRID = dataclasses.replace(
+    FAMILIES["qwen3"], family="qwen3_5", layers=(_DELTA, _DELTA, _BLOCK) * 2, stacked=True
+)
 SMALL = RolloutConfig(
     max_num_seqs=8, max_num_batched_tokens=256, page_len=64, steps_per_dispatch=8, n_pages=32
 )

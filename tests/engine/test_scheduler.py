@@ -5,7 +5,8 @@ import pytest
 
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import OutOfPages, PagePool, PrefixMatch
-from jaxrl.engine.scheduler import DeviceWork, Scheduler
+from jaxrl.engine.scheduler import Scheduler
+from jaxrl.engine.work import DeviceWork
 
 PAGE, ROW = 4, 8  # tokens of a page, and of a prefill row
 
@@ -150,7 +151,7 @@ def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only():
 
 def test_a_page_with_few_matching_tokens_is_not_copied():
     s = scheduler(16)
-    s._min_copied_tokens = 2
+    s._prefill._min_copied_tokens = 2
     run_alone(s, [1, 2, 3], [4])
     assert run_alone(s, [1, 9, 9, 9], [4]).copies == []
     assert run_alone(s, [1, 2, 9, 9], [4]).copies != []

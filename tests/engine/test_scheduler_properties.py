@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import ROOT, OutOfPages, PagePool
-from jaxrl.engine.scheduler import DeviceWork, Scheduler, Sequence
+from jaxrl.engine.scheduler import Scheduler
 from jaxrl.engine.states import StateSlots
+from jaxrl.engine.work import DeviceWork, Sequence
 
 MAX_LEN = 24
 TOKENS = st.integers(0, 1)  # so few that common prefixes and repeated samples are frequent
@@ -72,13 +73,17 @@ class Device:
             self.pages[target] = list(self.pages[source])
         for source, target in plan.state_copies:
             self.slots[target] = self.slots[source]
-        for chunk in plan.prefill:
+        written = {}  # slot -> index of the last chunk that writes it
+        for n, chunk in enumerate(plan.prefill):
             for i, token in enumerate(chunk.tokens.tolist(), chunk.start):
                 if i >= chunk.write_from:
                     self.write(chunk.pages, i, token, version)
             if self.slots:
                 versions, tokens = self.slots[chunk.source]
                 assert len(tokens) == chunk.start and chunk.target != 0
+                # Rows are computed in parallel, except those that continue the one before.
+                assert written.get(chunk.source, n - 1) == n - 1
+                written[chunk.target] = n
                 last = chunk.start + len(chunk.tokens) - 1
                 state = versions | {version}, (*tokens, *chunk.tokens.tolist())
                 assert self.read(chunk.pages, last) == state
@@ -92,7 +97,7 @@ class Device:
 class Machine(RuleBasedStateMachine):
     @initialize(
         n_pages=st.integers(2, 24),
-        page_len=st.sampled_from([1, 2, 4]),
+        page_len=st.sampled_from([1, 2, 4, 8]),
         max_num_seqs=st.integers(1, 5),
         steps=st.sampled_from([1, 3, 8]),
         keep=st.sampled_from([True, True, True, False]),
@@ -113,8 +118,6 @@ class Machine(RuleBasedStateMachine):
             rows_per_dispatch=n_rows,
             states=states,
         )
-        if states is not None:
-            self.s.pool.on_remove = states.forget
         self.device = Device(n_pages, page_len, states.n_slots if states else 0)
         self.version = 0
         self.prefixes = []

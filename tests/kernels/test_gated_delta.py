@@ -14,7 +14,7 @@ from jaxrl.kernels.gated_delta import causal_conv, gated_delta, gated_delta_step
 from jaxrl.kernels.gated_delta.rows import from_whole_rows, to_whole_rows, whole_row_rules
 from jaxrl.kernels.gated_delta.unit_lower import unit_lower_inverse
 from jaxrl.kernels.visibility import Visibility
-from sharding import RING, TRAIN, ULYSSES, make_mesh, mesh_order, row_order, unshuffle
+from sharding import DECODE, RING, TRAIN, ULYSSES, make_mesh, mesh_order, row_order, unshuffle
 
 K, N, D, V = 1, 2, 8, 4  # key heads, value heads, widths
 # Lengths of the segments of a row, negative ones of padding: whole chunks, segments of one token,
@@ -231,12 +231,13 @@ def test_steps_continue_the_state(n_tokens):
     segments = jnp.asarray(live, jnp.int32)
     with jax.set_mesh(make_mesh()):
         arrays, state, live = jax.tree.map(jnp.asarray, (arrays, state, live))
-        step = jax.jit(functools.partial(gated_delta_step, rules=TRAIN))
-        got = step(*arrays, state, live=live)
+        step = jax.jit(functools.partial(gated_delta_step, rules=DECODE))
+        pool, slots = jnp.zeros((6, *state.shape[1:])), jnp.array([4, 1, 2])
+        out, pool = step(*arrays, pool.at[slots].set(state), slots=slots, live=live)
         how = dict(rules=TRAIN, implementation="reference")
         reference = jax.jit(functools.partial(gated_delta, **how))
         want = reference(*arrays, segments=segments, state=state)
-    assert_close(got, want)
+    assert_close((out, pool[slots]), want)
 
 
 # Rows with shared prefixes. The path of a segment: (its parent, tokens that it takes from the path

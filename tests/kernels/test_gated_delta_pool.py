@@ -1,5 +1,7 @@
 """Rows of sequences in a pool of states against whole sequences of the reference."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +60,7 @@ def test_rows_give_outputs_and_states_of_whole_sequences(one_device, from_slots)
     random = np.random.default_rng(5)
     g, beta = random.uniform(-1, 0, (3, 80, N)), random.uniform(0, 1, (3, 80, N))
     segments = (np.arange(80) < total[:, None]).astype(np.int32)
-    how = dict(segments=jnp.asarray(segments), rules=TRAIN)
+    how: Any = dict(segments=jnp.asarray(segments), rules=TRAIN)
     want_x, want_tail = causal_conv(jnp.asarray(x), jnp.asarray(w), **how)
     args = [jnp.asarray(a, jnp.float32) for a in (q, k, v, g, beta)]
     want, want_states = gated_delta(*args, **how, implementation="reference")

@@ -33,6 +33,7 @@ def test_auto_follows_the_platform(platform, dtype, stacked):
         ("attention", "triton", "tpu", "gpu"),
         ("attention", "cudnn", "cpu", "gpu"),
         ("paged_attention", "ragged", "gpu", "tpu"),
+        ("gated_delta", "mosaic", "gpu", "tpu"),
     ],
 )
 def test_a_kernel_of_another_platform_is_refused(key, name, platform, needs):

@@ -5,6 +5,7 @@ import dataclasses
 from jaxrl.config.choices import (
     ATTENTIONS,
     DTYPES,
+    GATED_DELTAS,
     GROUPED_MATMULS,
     LAYERS,
     PAGED_ATTENTIONS,
@@ -45,6 +46,12 @@ class ModelConfig:
         "auto",
         "Attention kernel over KV pages; auto = the fastest one available on the backend",
         choices=PAGED_ATTENTIONS,
+    )
+    gated_delta: str = key(
+        "auto",
+        "Kernel for the decode steps of gated DeltaNet layers; auto = the fastest one available on "
+        "the backend",
+        choices=GATED_DELTAS,
     )
     grouped_matmul: str = key(
         "auto",

@@ -87,8 +87,8 @@ class RolloutConfig:
     )
     state_snapshots: int = key(
         0,
-        "Models with gated DeltaNet: states per replica that are kept at the ends of prompts and of "
-        "ended sequences, for later requests with the same prefix, next to one state for each of "
+        "Models with gated DeltaNet: states per replica that are kept after prompts and ended "
+        "sequences, for later requests with the same prefix, next to one state for each of "
         "max_num_seqs; 0 = half of max_num_seqs",
         ge=0,
     )

@@ -13,8 +13,8 @@ from jaxrl.engine.device.adjustments import MAX_BIAS, Adjustments
 from jaxrl.engine.device.decode_loop import DecodeBatch
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.sampling import SamplingParams
-from jaxrl.engine.scheduler import PrefillChunk
-from jaxrl.engine.scheduler import Sequence as RunningSequence
+from jaxrl.engine.work import PrefillChunk
+from jaxrl.engine.work import Sequence as RunningSequence
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.paged import PrefillSlots
 
@@ -132,9 +132,7 @@ def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> Pr
     return PrefillBatch(tokens, positions, table, adapters, _prefill_slots(rows, shapes))
 
 
-def _prefill_slots(
-    rows: list[PrefillChunk | None], shapes: DispatchShapes
-) -> PrefillSlots | None:
+def _prefill_slots(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> PrefillSlots | None:
     if not shapes.states:
         return None
     columns = [

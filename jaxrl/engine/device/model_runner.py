@@ -15,7 +15,7 @@ from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeOutput, read_deco
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
-from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence, StateCopy
+from jaxrl.engine.work import PageCopy, PrefillChunk, Sequence, StateCopy
 from jaxrl.models.kv_cache import KVCache
 from jaxrl.types import Tree
 from sharding import on_mesh

@@ -1,6 +1,7 @@
 """Gated DeltaNet (https://arxiv.org/abs/2412.06464) over packed rows, and its convolution."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -88,33 +89,53 @@ def gated_delta_step(
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "S N D V"]]:
-    """`gated_delta` of the next tokens of B sequences, from their float32 states to the new ones.
+    """`gated_delta` of the next tokens of B sequences, and the pool with their new states.
+
+    Sequence b continues from the float32 state `states[slots[b]]`, and its new state replaces it.
+    Slots differ, except that rows of padding, without live tokens, may share one (slot 0 of zeros).
+    A pool that is donated, or carried by a loop, is updated in place. If it is also read after the
+    call, XLA copies all of it; to return to old states, keep `states[slots]`.
 
     T is small: 1 in decode, a few to verify draft tokens. Tokens that are not `live`, which follow
-    the others, give zeros and do not change the state. To accept some of the draft tokens, call it
-    again from the old state with these live: the outputs of that call cost nothing if unused.
+    the others, give zeros and do not change the state.
 
-    `implementation` is config.model.gated_delta; None or "auto" selects by backend.
+    `implementation` is config.model.gated_delta; None or "auto" selects by backend. Raises
+    ValueError if rows are sharded, because each device must write the states of all of them.
     """
-    sizes, defaults = (v.shape[1], k.shape[3], v.shape[3]), DEFAULTS
-    if why := unsupported_by_triton(*sizes):
+    if rules.n_shards("batch") > 1:
+        raise ValueError(
+            f"the rows of a step are sharded over {' x '.join(rules.mesh_axes('batch'))}, and each "
+            "device has the states of all rows; pass rules.in_replica()"
+        )
+    check_heads(v.shape[2], rules)
+    step = _choose_step(implementation, v.shape[1], k.shape[3], v.shape[3])
+    heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
+    rows, pool = rules.spec("batch"), rules.spec(None, "heads", None, None)
+
+    def local(q, k, v, g, beta, states, slots, live):
+        def mask(a):
+            """Zeros in place of tokens that are not live: they add nothing and keep the state."""
+            return jnp.where(jnp.expand_dims(live, range(2, a.ndim)), a, 0)
+
+        out, states = step(*map(mask, (q, k, v, g, beta)), states, slots)
+        return out.astype(v.dtype), states
+
+    specs = (heads, heads, heads, gates, gates, pool, rows, rules.spec("batch", None))
+    with jax.named_scope("gated_delta_step"):
+        return shard_heads(local, (q, k, v, g, beta, states, slots, live), specs, (heads, pool))
+
+
+def _choose_step(implementation: str | None, T: int, D: int, V: int) -> Callable:
+    defaults = DEFAULTS
+    if why := unsupported_by_triton(T, D, V):
         reason = f"plain XLA, because 'triton' does not support {why}"
         defaults = defaults | {"gpu": ("xla", reason)}
-    if why := unsupported_by_mosaic(*sizes):
+    if why := unsupported_by_mosaic(T, D, V):
         reason = f"plain XLA, because 'mosaic' does not support {why}"
         defaults = defaults | {"tpu": ("xla", reason)}
-    step = choose(
+    return choose(
         "config.model.gated_delta", implementation, implementations=STEPS, defaults=defaults
     )
-    check_heads(v.shape[2], rules)
-    heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
-    rows, row_states = rules.spec("batch", None), rules.spec("batch", "heads", None, None)
-    specs = (heads, heads, heads, gates, gates, rows, row_states)
-    state = states.at[slots].get(out_sharding=row_states)
-    with jax.named_scope("gated_delta_step"):
-        out, state = shard_heads(step, (q, k, v, g, beta, live, state), specs, (heads, row_states))
-    pool = rules.spec(None, "heads", None, None)
-    return out.astype(v.dtype), states.at[slots].set(state, out_sharding=pool)
 
 
 def causal_conv(

@@ -25,7 +25,7 @@ from sharding import Rules
 
 @struct.dataclass
 class SlotRows:
-    """The slots of R rows, computed in order: row r goes on from `sources[r]`.
+    """The slots of R rows, computed in order: row r continues from `sources[r]`.
 
     Consecutive rows may be pieces of one sequence: then the source of a row is the target of the
     row before it, and no other row writes to that slot. The live tokens of a row come first.

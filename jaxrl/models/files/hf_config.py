@@ -120,6 +120,6 @@ def same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
 
     These are heads, adapters, layer layout and kernels.
     """
-    names = ("heads", "lora", "base_dtype", "stacked", "grouped_matmul")
+    names = ("heads", "lora", "base_dtype", "stacked", "grouped_matmul", "gated_delta")
     not_in_files = {name: getattr(b, name) for name in names}
     return dataclasses.replace(a, **not_in_files) == b

@@ -38,24 +38,28 @@ def load_model(
     heads: tuple[str, ...] = ("vocab",),
     stacked: bool = False,
     grouped_matmul: str = "auto",
+    gated_delta: str = "auto",
     base_dtype: str = "",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[DecoderConfig, Decoder]:
     """The checkpoint at `path` (anything `resolve_model` accepts) on the current mesh.
 
     Each device's slice is read, cast and transferred separately, so host memory holds about one
-    tensor more than the host's own share. `heads`, `stacked`, `grouped_matmul` and `base_dtype` are
-    config fields that files do not store. With a `base_dtype`, each matrix of the layers is
-    quantized as soon as it is on the devices. A language model may be loaded with a "score" head,
-    which is then zero;
-    a sequence classifier with one label has no logits. `on_progress` receives (bytes read, total
-    bytes).
+    tensor more than the host's own share. `heads`, `stacked`, `grouped_matmul`, `gated_delta` and
+    `base_dtype` are config fields that files do not store. With a `base_dtype`, each matrix of the
+    layers is quantized as soon as it is on the devices. A language model may be loaded with a
+    "score" head, which is then zero; a sequence classifier with one label has no logits.
+    `on_progress` receives (bytes read, total bytes).
 
     Raises ValueError, listing the names, for missing, unexpected or misshaped tensors.
     """
     folder = resolve_model(path)
     cfg = dataclasses.replace(
-        folder_config(folder), heads=heads, stacked=stacked, grouped_matmul=grouped_matmul
+        folder_config(folder),
+        heads=heads,
+        stacked=stacked,
+        grouped_matmul=grouped_matmul,
+        gated_delta=gated_delta,
     )
     stored_cfg = dataclasses.replace(cfg, base_dtype=base_dtype)
     specs, tensors, mesh = decoder_specs(cfg), find_tensors(folder), jax.sharding.get_mesh()
@@ -96,6 +100,7 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DType
         heads=decoder.heads,
         stacked=decoder.stacked,
         grouped_matmul=decoder.grouped_matmul,
+        gated_delta=decoder.gated_delta,
         base_dtype=decoder.base_dtype,
     )[1]
 

@@ -1,4 +1,4 @@
-"""FLOPs and memory traffic of kernels: attention, ours and cuDNN's, and grouped products.
+"""FLOPs and memory traffic of kernels: attention, gated DeltaNet's step, grouped products.
 
 A compiled module shows only a kernel's operands and results, and XLA knows no more.
 """
@@ -30,6 +30,7 @@ CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # query-key products; backward recomputes
 # Tokens of the blocks that a GPU computes at a time: one of 128 or two of 64 on each of 132 cores.
 IN_FLIGHT = 132 * 128
 PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
+DELTA_STEP = re.compile("gated_delta_step_(tpu|gpu)")
 GROUPED = re.compile(r"grouped_matmul_(rows|weights)_(\d+)x(\d+)")  # and the size of a tile
 GROUPED_TPU = re.compile("grouped_matmul_stack|ragged-dot-none")
 
@@ -110,6 +111,21 @@ def paged_work(
     pool_bytes = sum(pool.bytes for pool in pools)
     read = rows * keys / page_len * pool_bytes / n_pages
     return KernelWork(2 * 2 * rows * K * M * keys * H, q.dtype, read - pool_bytes)
+
+
+def delta_step_work(
+    op_name: str, operands: Sequence[HloShape], results: Sequence[HloShape]
+) -> KernelWork | None:
+    """Decode of gated DeltaNet (kernels/gated_delta/step_tpu.py, step_gpu.py).
+
+    Of the pool of states [S, N, D, V], it reads and writes those in the slots [B] of its rows. Its
+    products are of single vectors.
+    """
+    if not DELTA_STEP.search(op_name):
+        return None
+    n_rows, pools = operands[0].dims[0], (operands[-1], results[-1])
+    unused = sum(pool.bytes * (1 - n_rows / pool.dims[0]) for pool in pools if pool.in_hbm)
+    return KernelWork(0.0, pools[0].dtype, -unused)
 
 
 def grouped_work(

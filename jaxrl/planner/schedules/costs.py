@@ -19,7 +19,7 @@ from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.schedules.engine import EngineCosts, ReplicaUsage, SimulatedEngine
 from jaxrl.planner.schedules.simulation import TrainingCosts
 
-ENGINE_PROGRAMS = ("prefill", "mixed", "copy_pages", "decode")
+ENGINE_PROGRAMS = ("prefill", "mixed", "copy_pages", "copy_states", "decode")
 TOKENS_PER_RESPONSE = 16  # of a simulated response of mean length
 Numbers = Mapping[str, Any]  # Plan.json()
 
@@ -115,7 +115,8 @@ class RunCosts:
             temporaries = max(programs[n]["temp_bytes"] for n in ENGINE_PROGRAMS if n in programs)
             used = plan["rollout_weight_bytes"] + temporaries
         wanted = rollout.n_pages or rollout.max_num_seqs * self._shapes.max_pages_per_seq
-        return min(wanted, max(int((plan["budget_bytes"] - used) // plan["page_bytes"]), 0))
+        left = plan["budget_bytes"] - used - plan.get("state_bytes", 0)
+        return min(wanted, max(int(left // plan["page_bytes"]), 0))
 
     def sequences(self, split: Split) -> int:
         """Sequences of maximum length that a replica holds."""

@@ -10,8 +10,9 @@ from jaxrl.engine.api import EngineStats, Generated, Request
 from jaxrl.engine.device.batches import DispatchShapes, exit_size
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
-from jaxrl.engine.scheduler import DeviceWork, Scheduler
-from jaxrl.engine.scheduler import Sequence as RunningSequence
+from jaxrl.engine.scheduler import Scheduler
+from jaxrl.engine.work import DeviceWork
+from jaxrl.engine.work import Sequence as RunningSequence
 from jaxrl.types import Tree
 
 NO_LOGP = np.empty(0, np.float32)

@@ -12,8 +12,8 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.iterator import Batches
 from jaxrl.data.tokenizer import stop_ids
-from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.engine.device.kv_pool import check_speculation
+from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.endpoint import AgentEndpoint

@@ -13,6 +13,7 @@ from jaxrl.planner.compiled.hlo import parse
 from jaxrl.planner.compiled.kernels import (
     attention_work,
     cudnn_work,
+    delta_step_work,
     grouped_tpu_work,
     grouped_work,
     paged_work,
@@ -418,6 +419,17 @@ def test_gpu_paged_attention_reads_the_pages_of_its_rows():
     table, numbers, mixed = 2048 + 2 * R + 1 + R * M, parts * R * K * M, parts * R * K * M * H
     pages = R * keys * K * H
     assert cost.bytes_accessed == 4 * (table + numbers + mixed) + 2 * R * K * M * H + 2 * 2 * pages
+
+
+def test_a_step_of_gated_delta_net_moves_the_states_of_its_rows():
+    S, B, N, D = 100, 8, 4, 32
+    pool, tokens, gates = f"f32[{S},{N},{D},{D}]", f"bf16[{B},1,{N},{D}]", f"f32[{B},1,{N}]"
+    operands = [f"s32[{B}]", tokens, tokens, tokens, gates, gates, pool]
+    text = kernel_of_gpu("gated_delta_step_gpu", f"({tokens}, {pool})", operands)
+    cost = program_cost(text, kernels=delta_step_work)
+    vectors = 4 * 2 * B * N * D  # q, k, v and the output, in bfloat16
+    assert cost.bytes_accessed == 2 * 4 * B * N * D * D + vectors + 2 * 4 * B * N + 4 * B
+    assert cost.total_flops == 0
 
 
 @pytest.mark.parametrize(

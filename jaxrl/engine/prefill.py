@@ -1,0 +1,206 @@
+"""Prefill of sequences: the pages and the state that they find, and the rows that they compute."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl.engine.pages import ITEM, OutOfPages, PagePool, PrefixMatch, root
+from jaxrl.engine.states import ZERO, StateSlots
+from jaxrl.engine.work import DeviceWork, PrefillChunk
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedPrefix:
+    """Pages of a sequence, and how many of its first tokens need no computation."""
+
+    pages: list[int]
+    n_found: int  # tokens whose KV is in the prefix tree
+    n_cached: int  # tokens whose KV is in the pages
+    start: int  # tokens to skip in prefill; fewer than `n_cached` if a state is missing
+    source: int  # slot of the state after `start` tokens
+    state: int  # the sequence's own slot
+
+
+class PrefillPlanner:
+    """Finds the cached prefixes of sequences, allocates the rest, and plans their prefill.
+
+    Sequences of models with a state also need a slot of it. Prefill leaves a snapshot of the state
+    after the prompt, which its other samples start from, and after a prefix whose pages were found
+    without one.
+    """
+
+    def __init__(self, pool: PagePool, states: StateSlots | None, row_len: int):
+        self.pool, self.states, self.row_len = pool, states, row_len
+        # Copy a page for at least this many tokens; computing fewer is faster than a copy.
+        self._min_copied_tokens = max(pool.page_len // 4, 1)
+        if states is not None:
+            pool.on_remove = states.forget
+
+    def allocate(
+        self, tokens: np.ndarray, adapter: int, *, n_tokens: int, plan: DeviceWork
+    ) -> CachedPrefix:
+        """Pages for `n_tokens` tokens that start with `tokens`, some already cached, and a state.
+
+        Full pages in the prefix cache are shared, a partly matching page is copied. Raises
+        OutOfPages and changes nothing if too few pages or slots of state are free.
+        """
+        pool = self.pool
+        found = pool.match_prefix(tokens, adapter)
+        start, source = len(tokens), ZERO
+        if self.states is not None:
+            start, source = self._find_state(self.states, tokens, found, adapter, plan)
+        pages = pool.share(found.pages)
+        try:
+            n_new = max(pool.pages_for(n_tokens), pool.pages_for(len(tokens))) - len(pages)
+            pages += pool.allocate(n_new)
+        except OutOfPages:
+            pool.release(pages)
+            raise
+        state = self.allocate_state(pages, plan)
+        n_cached = len(found.pages) * pool.page_len
+        # Copies run before prefill, which writes after the copied tokens, and before a copied page
+        # that `allocate` evicted is reused. A page that this plan's prefill still has to write is
+        # copied after it, and only if nothing is left to compute.
+        unwritten = found.partial in plan.prefilled_pages
+        complete = n_cached + found.n_partial == len(tokens)
+        finished = complete and start == len(tokens)
+        needed = self.states is not None and start > n_cached
+        worth = complete or needed or found.n_partial >= self._min_copied_tokens
+        if found.n_partial and (finished or (worth and not unwritten)):
+            copies = plan.post_prefill_copies if unwritten else plan.copies
+            copies.append((found.partial, pages[len(found.pages)]))
+            n_cached += found.n_partial
+        n_found = len(found.pages) * pool.page_len + found.n_partial
+        return CachedPrefix(pages, n_found, n_cached, min(start, n_cached), source, state)
+
+    def _find_state(
+        self,
+        states: StateSlots,
+        tokens: np.ndarray,
+        found: PrefixMatch,
+        adapter: int,
+        plan: DeviceWork,
+    ) -> tuple[int, int]:
+        """(n, slot) of the longest snapshot: the state after n tokens, whose KV is in `found`.
+
+        Snapshots and pages that this plan's prefill writes count only if nothing is left to
+        compute.
+        """
+        page_len, whole = self.pool.page_len, tokens.tobytes()
+        unwritten = found.partial in plan.prefilled_pages
+        n_found = len(found.pages) * page_len + found.n_partial
+        for i in range(len(found.pages), -1, -1):
+            parent = found.pages[i - 1] if i else root(adapter)
+            last = i == len(found.pages)
+            n = found.n_partial if last else page_len
+            after = whole[i * page_len * ITEM :][: n * ITEM]
+            match = states.longest(parent, after, ())
+            finished = last and n_found == len(tokens) and match and match[0] == after
+            if not finished:
+                after = b"" if last and unwritten else after
+                match = states.longest(parent, after, plan.prefilled_states)
+            if match is not None:
+                known, slot = match
+                plan.pinned_states.add(slot)
+                states.use(slot)
+                return i * page_len + len(known) // ITEM, slot
+        return 0, ZERO
+
+    def allocate_state(self, pages: list[int], plan: DeviceWork) -> int:
+        """A slot of state for a sequence with these pages, which are released if there is none."""
+        if self.states is None:
+            return ZERO
+        try:
+            return self.states.allocate(plan.pinned_states)
+        except OutOfPages:
+            self.pool.release(pages)
+            raise
+
+    def prefill(
+        self,
+        tokens: np.ndarray,
+        found: CachedPrefix,
+        plan: DeviceWork,
+        adapter: int,
+        *,
+        snapshot_at_end: bool = True,
+    ) -> None:
+        """Adds the prefill of the tokens that are not found to the plan."""
+        page_len = self.pool.page_len
+        if found.n_found < len(tokens):
+            plan.prefilled_pages.update(
+                found.pages[found.n_cached // page_len : self.pool.pages_for(len(tokens))]
+            )
+            self.pool.add_prefix(tokens, found.pages, adapter)
+        if self.states is None:
+            self._add_rows(tokens, found.start, found, plan, adapter)
+        else:
+            self._prefill_from_state(tokens, found, plan, adapter, snapshot_at_end)
+
+    def _prefill_from_state(
+        self,
+        tokens: np.ndarray,
+        found: CachedPrefix,
+        plan: DeviceWork,
+        adapter: int,
+        snapshot_at_end: bool,
+    ) -> None:
+        """The rows from the state that was found to the sequence's own, by way of snapshots."""
+        source, start, state = found.source, found.start, found.state
+        border = found.n_cached // self.pool.page_len * self.pool.page_len
+        if start < border < len(tokens) and (snapshot := self._snapshot_slot(plan)):
+            # Another prefix has the pages until here: more may follow.
+            self._add_rows(tokens[:border], start, found, plan, adapter, source, snapshot)
+            self.keep_state(snapshot, tokens[:border], found.pages, adapter, plan)
+            source, start = snapshot, border
+        if start < len(tokens):
+            snapshot = self._snapshot_slot(plan) if snapshot_at_end else 0
+            self._add_rows(tokens, start, found, plan, adapter, source, snapshot or state)
+            if snapshot:
+                self.keep_state(snapshot, tokens, found.pages, adapter, plan)
+            source = snapshot or state
+        if source != state:
+            late = source in plan.prefilled_states
+            copies = plan.post_prefill_state_copies if late else plan.state_copies
+            copies.append((source, state))
+
+    def _add_rows(
+        self,
+        tokens: np.ndarray,
+        start: int,
+        found: CachedPrefix,
+        plan: DeviceWork,
+        adapter: int,
+        source: int = ZERO,
+        target: int = ZERO,
+    ) -> None:
+        """Adds the tokens from `start` on to the plan's prefill."""
+        if start < len(tokens):
+            chunk = PrefillChunk(
+                tokens[start:], start, found.pages, adapter, source, target, found.n_cached
+            )
+            plan.prefill.append(chunk)
+            plan.row_budget -= -(-(len(tokens) - start) // self.row_len)
+
+    def _snapshot_slot(self, plan: DeviceWork) -> int:
+        """A slot for a snapshot, or 0 if this plan uses all."""
+        assert self.states is not None
+        try:
+            return self.states.allocate(plan.pinned_states)
+        except OutOfPages:
+            return 0
+
+    def keep_state(
+        self, slot: int, tokens: np.ndarray, pages: list[int], adapter: int, plan: DeviceWork | None
+    ) -> None:
+        """Makes the slot the snapshot of the state after these tokens, whose pages are cached.
+
+        `plan` is the one whose prefill writes it, if there is one.
+        """
+        assert self.states is not None
+        n_full = len(tokens) // self.pool.page_len
+        parent = pages[n_full - 1] if n_full else root(adapter)
+        if plan is not None:
+            plan.prefilled_states.add(slot)
+            plan.pinned_states.add(slot)
+        self.states.keep(slot, parent, tokens[n_full * self.pool.page_len :].tobytes())
