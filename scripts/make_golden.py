@@ -30,6 +30,21 @@ SHAPE = dict(
     pad_token_id=0,
 )
 GEMMA = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=6)
+HYBRID_MIXTURE = dict(
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+    rms_norm_eps=1e-3,  # with 1e-6, norms of tiny states would amplify rounding
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=3,
+    num_experts=4,
+    moe_intermediate_size=12,
+    shared_expert_intermediate_size=20,
+    rope_parameters=dict(rope_type="default", rope_theta=300.0, partial_rotary_factor=0.5),
+)
 # Windows are shorter than the rows; caps are small enough to change the values.
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, rope_theta=500.0)),
@@ -160,8 +175,21 @@ MODELS = {
             ),
         ),
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        dict(num_experts_per_tok=3, **HYBRID_MIXTURE),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        dict(
+            num_experts_per_tok=2,
+            norm_topk_prob=False,
+            mlp_only_layers=[1],
+            **HYBRID_MIXTURE,
+        ),
+    ),
 }
-WITH_TEXT_CONFIG = ("Gemma3", "Qwen3_5")  # the other class includes images
+WITH_TEXT_CONFIG = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")  # the other class includes images
 SCORED = ("llama", "qwen2", "gemma3")
 # Rotary frequencies of full-size models: name -> (head size, rope_parameters).
 QWEN_YARN = dict(

@@ -27,6 +27,13 @@ from safetensors.numpy import load_file, save_file
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 LINEAR_ATTENTION = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+# The names of its MLPs are those of experts for PEFT, which reads no others.
+QWEN3_NEXT = [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"]
+TARGETS = {  # of checkpoints with other layers
+    "qwen3_5": [*ATTENTION, *MLP, *LINEAR_ATTENTION],
+    "qwen3_5_moe": [*ATTENTION, *MLP, *LINEAR_ATTENTION, "shared_expert_gate"],  # not experts
+    "qwen3_next": QWEN3_NEXT,
+}
 DORA = ("gemma2", "mixtral", "qwen2", "qwen3_5")  # checkpoints with a DoRA adapter
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
 TABLES = ("llama", "qwen2")  # checkpoints with adapters of the embedding table and the output head
@@ -58,9 +65,9 @@ def outputs(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]
 
 
 def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
-    """Dense models have adapters on all linear layers; a mixture of experts on attention."""
+    """Dense models have adapters on all linear layers; most mixtures of experts on attention."""
     dense = "mixtral" not in name and "moe" not in name
-    targets = ATTENTION + MLP * dense + LINEAR_ATTENTION * name.startswith("qwen3_5")
+    targets = TARGETS.get(name, ATTENTION + MLP * dense)
     source = base_folder(models, case, name)
     settings = dict(target_modules=targets, task_type="CAUSAL_LM") | settings
     model = get_peft_model(base_model(source), LoraConfig(r=4, lora_alpha=6, **settings)).eval()

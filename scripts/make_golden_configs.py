@@ -181,6 +181,38 @@ GEMMA = [
 ]
 CAPS = [dict(attn_logit_softcapping=2.0), dict(attn_logit_softcapping=None), {}]
 FINAL_CAPS = [dict(final_logit_softcapping=3.0), dict(final_logit_softcapping=None), {}]
+HYBRID_SHAPE = dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+HYBRID: list[list[Json]] = [
+    QWEN3_5_ROPES,
+    *(EPS, TIED, NOTES, BIAS),
+    [{}, dict(hidden_act="silu"), dict(hidden_act="swish"), May(hidden_act="gelu_new")],
+    [{}, dict(num_key_value_heads=1), dict(num_key_value_heads=4)],
+    [{}, dict(linear_num_value_heads=2), dict(linear_num_key_heads=1)],
+    [{}, dict(linear_key_head_dim=4), dict(linear_value_head_dim=12)],
+    [{}, dict(linear_conv_kernel_dim=2), dict(linear_conv_kernel_dim=5)],
+    [
+        dict(full_attention_interval=2),
+        dict(full_attention_interval=3),
+        dict(layer_types=["full_attention", "linear_attention", "full_attention"]),
+        dict(layer_types=["linear_attention", "linear_attention", "full_attention"]),
+        dict(layer_types=FULL),
+        May(layer_types=LINEAR),
+        May(layer_types=MIXED, sliding_window=5),
+    ],
+]
+MIXTURE_SHAPE = dict(moe_intermediate_size=20, num_experts=4, shared_expert_intermediate_size=12)
+MIXTURE = [
+    EXPERTS,
+    [{}, dict(num_experts=3)],
+    [{}, dict(shared_expert_intermediate_size=28)],
+    [{}, dict(router_aux_loss_coef=0.5, output_router_logits=False)],
+]
 FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
     "llama": (
         {},
@@ -266,31 +298,16 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
             ],
         ],
     ),
-    "qwen3_5_text": (
-        dict(
-            head_dim=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        ),
+    "qwen3_5_text": (HYBRID_SHAPE, HYBRID),
+    "qwen3_5_moe_text": (HYBRID_SHAPE | MIXTURE_SHAPE, [*HYBRID, *MIXTURE]),
+    "qwen3_next": (
+        HYBRID_SHAPE | MIXTURE_SHAPE,
         [
-            QWEN3_5_ROPES,
-            *(EPS, TIED, NOTES, BIAS),
-            [{}, dict(hidden_act="silu"), dict(hidden_act="swish"), May(hidden_act="gelu_new")],
-            [{}, dict(num_key_value_heads=1), dict(num_key_value_heads=4)],
-            [{}, dict(linear_num_value_heads=2), dict(linear_num_key_heads=1)],
-            [{}, dict(linear_key_head_dim=4), dict(linear_value_head_dim=12)],
-            [{}, dict(linear_conv_kernel_dim=2), dict(linear_conv_kernel_dim=5)],
-            [
-                dict(full_attention_interval=2),
-                dict(full_attention_interval=3),
-                dict(layer_types=["full_attention", "linear_attention", "full_attention"]),
-                dict(layer_types=["linear_attention", "linear_attention", "full_attention"]),
-                dict(layer_types=FULL),
-                May(layer_types=LINEAR),
-                May(layer_types=MIXED, sliding_window=5),
-            ],
+            *HYBRID,
+            *MIXTURE,
+            [{}, dict(norm_topk_prob=True), dict(norm_topk_prob=False)],
+            [{}, dict(decoder_sparse_step=1), dict(decoder_sparse_step=2)],
+            [{}, dict(mlp_only_layers=[]), dict(mlp_only_layers=[2]), dict(mlp_only_layers=[0])],
         ],
     ),
 }

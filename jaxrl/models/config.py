@@ -43,7 +43,7 @@ class LoRA:
     alpha: float
     rslora: bool = False  # https://arxiv.org/abs/2312.03732
     dora: bool = False  # https://arxiv.org/abs/2402.09353
-    targets: tuple[str, ...] = ()  # last parts of the names of the layers: "q_proj", ...
+    targets: tuple[str, ...] = ()  # `target_name` of the layers: "q_proj", ...
     pissa: bool = (
         False  # A and B start at the principal part of W: https://arxiv.org/abs/2404.02948
     )
@@ -53,6 +53,15 @@ class LoRA:
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def target_name(layer: str) -> str:
+    """The name by which adapters choose a layer: its last part, and two of a shared expert.
+
+    So "gate_proj" is one of the experts, or of a dense layer, and "shared_expert.gate_proj" is not.
+    """
+    parts = layer.split(".")
+    return ".".join(parts[-2 if "shared_expert" in parts else -1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +115,7 @@ class GatedDeltaNetConfig:
     D: int
     V: int
     conv_len: int = 4  # tokens that the causal convolution before it reads
+    fused: bool = False  # two projections, by key head (Qwen3-Next), not four (Qwen3.5)
     rope: ClassVar[None] = None
     window: ClassVar[int] = 0
 
@@ -137,22 +147,46 @@ class MLPConfig:
         """Width of what one token uses."""
         return self.F
 
+    @property
+    def dense_features(self) -> int:
+        """Width of what every token uses."""
+        return self.F
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows of D weights that choose or scale the network of a token."""
+        return 0
+
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of E experts of one layer, each F wide; a token uses top_k of them."""
+    """Mixture of E experts of one layer, each F wide; a token uses top_k of them.
+
+    Next to them there may be a shared expert, which every token uses.
+    """
 
     E: int
     top_k: int
     F: int
     act: str = "silu"
     norm_topk: bool = True  # normalize the weights of a token's experts to sum to 1
+    shared_F: int = 0  # width of the shared expert, which has a gate; 0 = none
     names: str = "qwen3_moe"  # of the tensors in files: key of HF_NAMES in layers/moe.py
 
     @property
     def active_features(self) -> int:
         """Width of what one token uses."""
-        return self.top_k * self.F
+        return self.top_k * self.F + self.shared_F
+
+    @property
+    def dense_features(self) -> int:
+        """Width of what every token uses."""
+        return self.shared_F
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows of D weights that choose or scale the network of a token."""
+        return self.E + bool(self.shared_F)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +295,7 @@ def uniform_decoder(
     top_k: int = 0,
     F_expert: int = 0,
     norm_topk: bool = True,
+    shared_F: int = 0,
     rope: Rope = Rope(),
     local_rope: Rope | None = None,
     windows: Sequence[int] = (),
@@ -278,13 +313,14 @@ def uniform_decoder(
 
     Args:
       F: width of the MLPs; with E experts per layer, those have the width F_expert.
+      shared_F: width of a shared expert next to them; 0 = none.
       local_rope: of layers with a window, if it differs (Gemma 3).
       windows: of each layer; () = no layer has one.
       model: the fields that DecoderConfig has for all layers.
     """
     ffn: MLPConfig | MoEConfig = MLPConfig(F, act, mlp_bias)
     if E:
-        ffn = MoEConfig(E, top_k, F_expert, act, norm_topk, names=family)
+        ffn = MoEConfig(E, top_k, F_expert, act, norm_topk, shared_F, names=family)
         model["dense_F"] = F
     layers = []
     for window in windows or (0,) * L:

@@ -25,7 +25,7 @@ from jaxrl.models.layers.attention import Attention
 from jaxrl.models.layers.experts import ExpertMatrix
 from jaxrl.models.layers.gated_delta_net import GatedDeltaNet
 from jaxrl.models.layers.linear import MakeParam, make_spec
-from jaxrl.models.layers.mlp import MLP
+from jaxrl.models.layers.mlp import MLP, SharedExpert
 from jaxrl.models.layers.moe import Live, MoE, RouterLoad, keeps_stack
 from jaxrl.models.layers.norms import RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotations
@@ -46,7 +46,9 @@ class Layer(nnx.Module):
         mixer, ffn = layer.mixer, layer.ffn
         is_attention = isinstance(mixer, AttentionConfig)
         self.attn = Attention(make, cfg, mixer) if is_attention else GatedDeltaNet(make, cfg, mixer)
-        self.mlp = MoE(make, cfg, ffn) if isinstance(ffn, MoEConfig) else MLP(make, cfg, ffn)
+        is_mixture = isinstance(ffn, MoEConfig)
+        self.mlp = MoE(make, cfg, ffn) if is_mixture else MLP(make, cfg, ffn)
+        self.shared = SharedExpert(make, cfg, ffn) if is_mixture and ffn.shared_F else None
         self.attn_norm = norm("input_layernorm")
         self.mlp_norm = norm(
             "pre_feedforward_layernorm" if layer.post_norms else "post_attention_layernorm"
@@ -61,11 +63,13 @@ class Layer(nnx.Module):
         h = self.attn_norm(x)
         h, state = self.attn(h, positions, place, window, rows, state, rules)
         x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
-        h, load = self.mlp_norm(x), None
+        inputs, load = self.mlp_norm(x), None
         if isinstance(self.mlp, MoE):
-            h, load = self.mlp(h, live, rules)
+            h, load = self.mlp(inputs, live, rules)
         else:
-            h = self.mlp(h, rules)
+            h = self.mlp(inputs, rules)
+        if self.shared is not None:
+            h = h + self.shared(inputs, rules)
         return x + (h if self.post_mlp_norm is None else self.post_mlp_norm(h)), state, load
 
 

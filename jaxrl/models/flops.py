@@ -3,15 +3,15 @@
 import numpy as np
 from jaxtyping import Int
 
-from jaxrl.models.config import AttentionConfig, DecoderConfig, MoEConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig
 
 
 def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     """FLOPs of one forward pass over sequences of `lens` tokens, heads included.
 
     Counts one multiplication and one addition per weight and token (in a mixture of experts, the
-    weights of the token's own experts) and per visible key; a state of gated DeltaNet is read twice
-    and written once per token. Norms, rotations and padding count
+    weights of the token's own experts and of a shared one) and per visible key; a state of gated
+    DeltaNet is read twice and written once per token. Norms, rotations and padding count
     nothing (PaLM, appendix B, https://arxiv.org/abs/2204.02311, with causal attention counted as
     half). Training takes three times as much: recomputation is not useful work.
     """
@@ -20,8 +20,7 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     products = 0.0  # between tokens
     for layer in cfg.layers:
         mixer, ffn = layer.mixer, layer.ffn
-        rows = mixer.weight_rows + 3 * ffn.active_features
-        weights += cfg.D * (rows + ffn.E if isinstance(ffn, MoEConfig) else rows)
+        weights += cfg.D * (mixer.weight_rows + 3 * ffn.active_features + ffn.gate_rows)
         if isinstance(mixer, AttentionConfig):
             products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
         else:

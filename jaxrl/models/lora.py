@@ -8,7 +8,7 @@ a model that has one; the base weights stay as they are, in the same arrays.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,9 +20,10 @@ from jax.typing import DTypeLike
 
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.models.adapter_init import adapted_weights, with_magnitudes, with_start
-from jaxrl.models.config import DecoderConfig, LoRA
+from jaxrl.models.config import DecoderConfig, LoRA, target_name
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.layers.linear import Adapter, Linear
+from jaxrl.models.layers.mlp import SHARED_GATE
 from jaxrl.models.layers.moe import MoE
 from jaxrl.models.layers.tables import TABLES, EmbeddingAdapter
 from jaxrl.models.quantize import matrix_inputs
@@ -50,16 +51,33 @@ def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
             f"config.lora.exclude_modules={cfg.exclude_modules} leaves no layer of "
             f"config.lora.target_modules={cfg.target_modules}; exclude fewer"
         )
-    smallest = min(names, key=lambda name: min(sizes[name]))
-    if cfg.rank > min(sizes[smallest]):
+    pissa = cfg.init == "pissa"
+    # Adapters of one output may have any rank, as in PEFT, if they start at random values.
+    limits = {name: min(sizes[name]) for name in names if pissa or min(sizes[name]) > 1}
+    smallest = min(limits, key=limits.__getitem__, default="")
+    if cfg.rank > limits.get(smallest, cfg.rank):
         out, into = sizes[smallest]
         raise ValueError(
             f"config.lora.rank={cfg.rank} is above the rank of {smallest} [{out}, {into}]; set at "
             f"most {min(out, into)}, or exclude this layer"
         )
-    targets = tuple(name.rpartition(".")[2] for name in names)
-    pissa = cfg.init == "pissa"
+    targets = tuple(dict.fromkeys(map(target_name, names)))
+    check_shared_names(names, sizes)
     return LoRA(cfg.rank, cfg.alpha, cfg.rslora, cfg.dora, targets, pissa=pissa)
+
+
+def check_shared_names(chosen: Collection[str], every: Collection[str]) -> None:
+    """Raises ValueError for a chosen layer whose name in adapter files another layer has too.
+
+    These are dense layers and experts in one model.
+    """
+    of_chosen = {target_name(name): name for name in chosen}
+    for name in every:
+        if name not in chosen and (other := of_chosen.get(target_name(name))):
+            raise ValueError(
+                f"{other} and {name} are both {target_name(name)} in adapter files; set "
+                "config.lora.target_modules to both, or exclude both by config.lora.exclude_modules"
+            )
 
 
 def with_adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> DecoderConfig:
@@ -89,8 +107,11 @@ def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 def is_optional(name: str) -> bool:
-    """Whether a name of `linear_layers` is not part of all-linear: experts and tables."""
-    return ".experts." in name or name in TABLES.values()
+    """Whether a name of `linear_layers` is not part of all-linear.
+
+    These are experts, tables and the gate of a shared expert, which has one output.
+    """
+    return ".experts." in name or name.endswith(SHARED_GATE) or name in TABLES.values()
 
 
 def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: str) -> set[str]:
@@ -107,7 +128,7 @@ def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: 
             hits = {
                 n
                 for n in names
-                for form in (n, n.rpartition(".")[2])
+                for form in (n, n.rpartition(".")[2], target_name(n))
                 if re.fullmatch(pattern, form)
             }
         except re.error as error:

@@ -207,7 +207,8 @@ def _ffw(d: DecoderConfig, expert: int) -> float:
     """Features per token within the feed-forward part of a layer, on average."""
 
     def features(ffn: MLPConfig | MoEConfig) -> int:
-        return expert * ffn.top_k * (ffn.F + d.D) if isinstance(ffn, MoEConfig) else ffn.F
+        routed = expert * ffn.top_k * (ffn.F + d.D) if isinstance(ffn, MoEConfig) else 0
+        return routed + ffn.dense_features
 
     return sum(features(layer.ffn) for layer in d.layers) / d.L
 

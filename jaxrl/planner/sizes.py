@@ -13,7 +13,7 @@ from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.requirements import needs_old_logp, needs_ref, needs_ref_logp, shares_base
 from jaxrl.learner.state import init_opt_state
-from jaxrl.models.config import DecoderConfig, MLPConfig, for_platform
+from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.kv_cache import page_bytes, slot_bytes
 from jaxrl.models.lora import split, with_adapters
@@ -253,7 +253,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
     tp, s, e, stage = size["tensor"], size["sequence"], size["expert"], size["stage"]
     experts = sum(3 * ffn.E * ffn.F * d.D for ffn in d.expert_layers)
     active = sum(3 * ffn.top_k * ffn.F * d.D for ffn in d.expert_layers)
-    mlps = sum(3 * layer.ffn.F * d.D for layer in d.layers if isinstance(layer.ffn, MLPConfig))
+    mlps = sum(3 * layer.ffn.dense_features * d.D for layer in d.layers)
     ends = head * (1 if d.tied else 2) / tp
     layer = (((params - experts) + experts / e) / tp - ends) / d.L
     gathered = layer * d.L / stage + ends

@@ -23,8 +23,13 @@ from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.families import entries
 from jaxrl.models.families.fields import global_rope
-from jaxrl.models.families.gemma3 import IMAGE_ENTRIES, local_rope
-from jaxrl.models.files.hf_config import FAMILIES, config_from_hf, config_to_hf
+from jaxrl.models.families.gemma3 import local_rope
+from jaxrl.models.files.hf_config import (
+    FAMILIES,
+    IMAGE_AND_TEXT,
+    config_from_hf,
+    config_to_hf,
+)
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.tensor_shapes import expected_shapes
 from jaxrl.models.packed import forward_packed
@@ -39,7 +44,7 @@ GOLDEN = ROOT / "tests" / "models" / "golden_configs"
 CASES = {case["name"]: case for case in json.loads((GOLDEN / "configs.json").read_text())}
 LENGTH, SHOWN = 24, [6, 14, 23]
 FAMILY_TYPES = {name: name for name in FAMILIES}
-FAMILY_TYPES |= {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+FAMILY_TYPES |= {name: f"{name}_text" for name in ("gemma3", "qwen3_5", "qwen3_5_moe")}
 SIZES = dict(
     hidden_size=32,
     intermediate_size=40,
@@ -55,6 +60,8 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "qwen3_5_text": dict(full_attention_interval=3),
+    "qwen3_5_moe_text": dict(full_attention_interval=3),
+    "qwen3_next": dict(full_attention_interval=3),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20),
 }
 
@@ -158,9 +165,11 @@ def test_every_field_of_transformers_is_in_the_tables(family):
     assert not set(GenerationConfig._get_default_generation_params()) - in_tables
 
 
-def test_every_field_of_an_image_and_text_model_is_in_the_tables():
-    fields = {field.name for field in dataclasses.fields(transformers.Gemma3Config)}
-    known = IMAGE_ENTRIES.read | IMAGE_ENTRIES.neutral | entries.NEUTRAL_AT.keys()
+@pytest.mark.parametrize("family", IMAGE_AND_TEXT)
+def test_every_field_of_an_image_and_text_model_is_in_the_tables(family):
+    fields = {field.name for field in dataclasses.fields(transformers.CONFIG_MAPPING[family])}
+    table = FAMILIES[family].IMAGE_ENTRIES
+    known = table.read | table.neutral | entries.NEUTRAL_AT.keys()
     assert not fields - known - entries.WITHOUT_EFFECT
 
 
@@ -267,6 +276,11 @@ def test_an_unknown_field_is_refused_unless_it_is_off(model_type):
         ("qwen2", dict(layer_types=MIXED, sliding_window=8), "sliding_window is None"),
         ("qwen3", dict(layer_types=["full_attention"]), "layer_types has 1 entries for 3 layers"),
         ("qwen3_moe", dict(shared_expert_intermediate_size=20), "shared_expert_intermediate_size"),
+        ("qwen3_moe", dict(mlp_only_layers=[0, 1, 2]), "no layer with experts"),
+        ("qwen3_next", dict(decoder_sparse_step=0), "decoder_sparse_step is 0"),
+        ("qwen3_5_moe_text", dict(norm_topk_prob=False), "norm_topk_prob is False.*only True"),
+        ("qwen3_5_moe_text", dict(mlp_only_layers=[0]), r"mlp_only_layers is \[0\]"),
+        ("qwen3_5_moe_text", dict(shared_expert_intermediate_size=0), "width of the shared"),
         ("gemma2", dict(sliding_window=None), "sliding_window is None"),
         ("gemma2", dict(hidden_activation="gelu"), "hidden_activation is 'gelu'"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
@@ -418,6 +432,47 @@ PUBLISHED = {  # entries other than sizes, as published models have them
         use_qk_norm=True,
         shared_expert_intermediate_size=0,
         router_aux_loss_coef=0.0,
+    ),
+    "qwen3 next": config(
+        "qwen3_next",
+        architectures=["Qwen3NextForCausalLM"],
+        attention_bias=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+        output_router_logits=False,
+        partial_rotary_factor=0.25,
+        rope_scaling=None,
+        rope_theta=10000000,
+        router_aux_loss_coef=0.001,
+        use_sliding_window=False,
+    ),
+    "qwen3.5 with experts": dict(
+        model_type="qwen3_5_moe",
+        architectures=["Qwen3_5MoeForConditionalGeneration"],
+        image_token_id=248056,
+        video_token_id=248057,
+        vision_start_token_id=248053,
+        vision_end_token_id=248054,
+        vision_config=dict(model_type="qwen3_5_moe", depth=27),
+        tie_word_embeddings=False,
+        text_config=config(
+            "qwen3_5_moe_text",
+            attn_output_gate=True,
+            mamba_ssm_dtype="float32",
+            mlp_only_layers=[],
+            mtp_num_hidden_layers=1,
+            mtp_use_dedicated_embeddings=False,
+            output_router_logits=False,
+            router_aux_loss_coef=0.001,
+            rope_parameters=dict(
+                mrope_interleaved=True,
+                mrope_section=[1, 1, 0],
+                partial_rotary_factor=0.5,
+                rope_theta=10000000,
+                rope_type="default",
+            ),
+        ),
     ),
     "qwen2.5 1m": config("qwen2", dual_chunk_attention_config=dict(chunk_size=262144)),
     "falcon 3": config("llama", activation="swiglu", architectures=["LlamaForCausalLM"]),

@@ -107,3 +107,13 @@ def test_only_one_token_per_row_uses_the_kernel(kernels):
         assert "jaxrl_skinny_matmul" not in compiled(x, weight)
     with jax.set_mesh(make_mesh(tensor=2)):
         assert "jaxrl_skinny_matmul" not in compiled(normal(8, 1, 64), w)
+
+
+@pytest.mark.bitwise
+def test_one_output_of_a_token_does_not_depend_on_the_number_of_tokens(one_device):
+    x, w = jnp.array(normal(1, 64, 48)), jnp.array(normal(1, 48))
+    run = jax.jit(lambda x, w: matmul(x, w, out_sharding=jax.P()))
+    whole = run(x, w)[0]
+    for n in (1, 3, 33):
+        np.testing.assert_array_equal(run(x[:, :n], w)[0], whole[:n])
+        np.testing.assert_array_equal(run(x[0, :n, None], w)[:, 0], whole[:n])

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.models.config import GatedDeltaNetConfig
 from sharding import RING, TRAIN, ULYSSES, Rules
 from tests.learner.tiny_policy import HYBRID, MODEL, all_numbers, batches, rollouts, run_config
 from tests.models.resized import resized
@@ -69,15 +70,28 @@ def test_every_mesh_gives_the_numbers_of_one_device(preset, mesh):
     assert_same(numbers(PRESETS[preset], mesh), alone())
 
 
+FUSED = dataclasses.replace(
+    HYBRID,
+    layers=tuple(
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, fused=True))
+        if isinstance(layer.mixer, GatedDeltaNetConfig)
+        else layer
+        for layer in HYBRID.layers
+    ),
+)
 STATES = {name: (rules, dict(sequence=4)) for name, rules in PRESETS.items()}
 STATES["tensor"] = TRAIN, dict(fsdp=2, tensor=2)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", STATES)
-def test_states_of_gated_deltanet_on_every_mesh(name):
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [*((name, HYBRID) for name in STATES), pytest.param("tensor", FUSED, id="tensor-fused")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_states_of_gated_deltanet_on_every_mesh(name, model):
     rules, mesh = STATES[name]
-    assert_same(numbers(rules, mesh, HYBRID), alone(HYBRID))
+    assert_same(numbers(rules, mesh, model), alone(model))
 
 
 @pytest.mark.slow

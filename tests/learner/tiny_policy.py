@@ -39,6 +39,7 @@ MOE = resized(
     E=4,
     top_k=2,
     F_expert=16,
+    shared_F=8,
     qk_norm=True,
     stacked=True,
 )

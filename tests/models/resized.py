@@ -29,8 +29,8 @@ def resized(cfg: DecoderConfig, **changes: Any) -> DecoderConfig:
         act=ffn.act,
     )
     if isinstance(ffn, MoEConfig):
-        experts = dict(E=ffn.E, top_k=ffn.top_k, F_expert=ffn.F, norm_topk=ffn.norm_topk)
-        found |= dict(F=found.pop("dense_F"), **experts)
+        experts = dict(E=ffn.E, top_k=ffn.top_k, F_expert=ffn.F, shared_F=ffn.shared_F)
+        found |= dict(F=found.pop("dense_F"), norm_topk=ffn.norm_topk, **experts)
     else:
         found |= dict(F=ffn.F, mlp_bias=ffn.bias)
     return uniform_decoder(**(found | changes))

@@ -25,6 +25,14 @@ def test_two_flops_per_weight_except_lookups_and_norms(heads):
     assert forward_flops(cfg, np.array([1])) == 2 * weights + 4 * cfg.L * 4 * 8
 
 
+def test_a_token_counts_a_shared_expert_and_its_gate():
+    wider = resized(EXPERTS, shared_F=24)
+    more = forward_flops(wider, np.array([5])) - forward_flops(EXPERTS, np.array([5]))
+    assert more == 2 * 5 * (
+        count_params(decoder_specs(wider)) - count_params(decoder_specs(EXPERTS))
+    )
+
+
 def test_a_token_counts_only_its_own_experts():
     per_expert = 3 * EXPERTS.D * 16 * EXPERTS.L
     wider = resized(EXPERTS, top_k=3)

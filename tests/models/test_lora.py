@@ -11,6 +11,8 @@ import pytest
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.models.config import LoRA, uniform_decoder
 from jaxrl.models.decoder import decoder_specs, init_model
+from jaxrl.models.files.peft_config import peft_config, read_peft_config
+from jaxrl.models.layers.mlp import SHARED_GATE
 from jaxrl.models.lora import (
     adapters,
     add_adapters,
@@ -24,6 +26,7 @@ from sharding.rules import TRAIN
 from tests.models.resized import resized
 
 TINY = uniform_decoder("llama", L=2, D=16, N=4, K=2, H=8, F=24, V=32)
+MIXTURE = resized(TINY, family="qwen3_moe", E=4, top_k=2, F_expert=24)
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -170,7 +173,55 @@ def test_without_adapters_everything_is_trained():
     )
 
 
-MIXTURE = resized(TINY, family="qwen3_moe", E=4, top_k=2, F_expert=24)
+def layers_with_adapters(lora, decoder):
+    """Names of the adapters' layers of the first layer, with one expert."""
+    specs = decoder_specs(dataclasses.replace(decoder, lora=lora))
+    names = [spec.hf for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
+    first = [n.removeprefix("model.layers.0.") for n in names if n.endswith("lora_A.weight")]
+    return sorted(n.removesuffix(".lora_A.weight") for n in first if not n.startswith("model."))
+
+
+SHARED = [f"mlp.shared_expert.{name}" for name in ("down_proj", "gate_proj", "up_proj")]
+
+
+@pytest.mark.parametrize(
+    ("targets", "want"),
+    [
+        (("all-linear",), SHARED),
+        (("q_proj", "shared_expert.up_proj", "shared_expert_gate"), [SHARED[2], SHARED_GATE]),
+        (("q_proj", "mlp.experts.up_proj"), ["mlp.experts.{expert}.up_proj"]),
+        (("q_proj", "up_proj"), ["mlp.experts.{expert}.up_proj", SHARED[2]]),
+    ],
+)
+def test_experts_and_a_shared_expert_are_different_targets(targets, want):
+    decoder = resized(MIXTURE, family="qwen3_next", shared_F=8)
+    lora = adapters(LoRAConfig(rank=2, target_modules=targets), decoder)
+    found = layers_with_adapters(lora, decoder)
+    assert [name for name in found if name.startswith("mlp")] == sorted(want)
+    again = read_peft_config(peft_config(lora, ("vocab",), "base"), found)
+    assert again.targets == tuple(sorted(lora.targets))
+
+
+def test_a_list_of_peft_means_the_layers_that_have_tensors():
+    config = peft_config(LoRA(2, 2.0, targets=("gate_proj",)), ("vocab",), "base")
+    for module in ("mlp.gate_proj", "mlp.experts.0.gate_proj", "mlp.shared_expert.gate_proj"):
+        targets = read_peft_config(config, {f"model.layers.0.{module}"}).targets
+        assert targets == (("shared_expert." if "shared" in module else "") + "gate_proj",)
+
+
+def test_targets_that_adapter_files_cannot_tell_apart_are_refused():
+    mlp = dataclasses.replace(MIXTURE.layers[0], ffn=TINY.layers[0].ffn)
+    decoder = dataclasses.replace(MIXTURE, layers=(mlp, MIXTURE.layers[1]))
+    with pytest.raises(ValueError, match=r"mlp.gate_proj and mlp.experts.gate_proj are both gate_"):
+        adapters(LoRAConfig(rank=2), decoder)
+    adapters(LoRAConfig(rank=2, exclude_modules=(r"mlp\..*",)), decoder)
+
+
+def test_adapters_of_experts_that_peft_does_not_read_are_refused():
+    decoder = resized(MIXTURE, family="qwen3_5_moe", shared_F=8)
+    lora = adapters(LoRAConfig(rank=2, target_modules=("up_proj",)), decoder)
+    with pytest.raises(ValueError, match=r"PEFT reads none of qwen3_5_moe.*shared_expert.up_proj"):
+        decoder_specs(dataclasses.replace(decoder, lora=lora))
 
 
 def test_experts_have_adapters_if_they_are_named():

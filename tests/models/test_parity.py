@@ -25,7 +25,7 @@ from tests.models.resized import resized
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe"}
-FAMILIES.add("qwen3_5")
+FAMILIES |= {"qwen3_5", "qwen3_next"}
 
 
 def golden(name: str) -> tuple[jax.Array, np.ndarray]:
@@ -73,7 +73,9 @@ def test_packed_segments_give_the_logits_of_single_rows(name, one_device):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_plain"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3_moe", "qwen3_moe_plain", "qwen3_5_moe", "qwen3_next"]
+)
 def test_the_load_balancing_loss_is_that_of_transformers(name, one_device):
     """Also for packed rows with padding; torch computed two separate rows of 40 tokens."""
     tokens, _ = golden(name)
@@ -83,9 +85,8 @@ def test_the_load_balancing_loss_is_that_of_transformers(name, one_device):
     positions = jnp.concatenate([jnp.arange(n) for n in (40, 3, 40, 5)])
     routed = jax.jit(functools.partial(forward_routed, rules=TRAIN))
     _, load = routed(model, row[None], segments[None], positions[None])
-    assert (
-        load.count.sum() == 2 * 80 * model.cfg.expert_layers[0].top_k
-    )  # layers, tokens, experts of a token
+    layers = model.cfg.expert_layers
+    assert load.count.sum() == len(layers) * 80 * layers[0].top_k  # 80 tokens
     expected = np.load(GOLDEN / name / "golden.npz")["aux_loss"]
     np.testing.assert_allclose(float(balance_loss(load, load)), expected, rtol=1e-5)
 

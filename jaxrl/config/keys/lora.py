@@ -31,7 +31,8 @@ class LoRAConfig:
         "Linear layers with adapters: all-linear, names such as q_proj, or regular expressions "
         "over names such as self_attn.q_proj. all-linear leaves out the experts of a mixture of "
         "experts: name their projections too, such as gate_proj, up_proj and down_proj. It also "
-        "leaves out the embedding table and the unembedding: embed_tokens and lm_head",
+        "leaves out the embedding table and the unembedding, embed_tokens and lm_head, and "
+        "shared_expert_gate",
     )
     exclude_modules: tuple[str, ...] = key(
         (), "Names or regular expressions of linear layers without adapters"

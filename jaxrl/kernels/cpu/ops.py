@@ -34,6 +34,7 @@ def supports_skinny_matmul(
         and x.dtype == w.dtype == jnp.float32
         and x.shape[0] <= MAX_ROWS
         and x.shape[1] == 1
+        and w.shape[0] > 1
         and jax.sharding.get_abstract_mesh().size == 1
         and native.is_available()
         and matmul_bits_match(*w.shape)

@@ -4,9 +4,10 @@ transformers 5 writes `layer_types`; older files have `sliding_window_pattern` o
 `max_window_layers`. Both are read.
 """
 
+import dataclasses
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig, Rope, uniform_decoder
+from jaxrl.models.config import DecoderConfig, MLPConfig, Rope, uniform_decoder
 from jaxrl.models.families.rotary import GLOBAL, LOCAL, ConfigJson, read_rope, scaling_json
 
 # Name of an activation in config.json -> ours. The first name of each of ours is written.
@@ -135,6 +136,44 @@ def n_experts(c: ConfigJson) -> int:
     if len(found) > 1:
         raise ValueError(f"num_experts and num_local_experts differ: {sorted(found)}; keep one")
     return found.pop() if found else c["num_experts"]
+
+
+def with_dense_layers(cfg: DecoderConfig, c: ConfigJson) -> DecoderConfig:
+    """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense.
+
+    Raises ValueError if no layer with experts is left.
+    """
+    only, step = set(c.get("mlp_only_layers") or []), c.get("decoder_sparse_step", 1)
+    mlp = MLPConfig(cfg.dense_F, cfg.expert_layers[0].act)
+    layers = tuple(
+        dataclasses.replace(layer, ffn=mlp) if i in only or (i + 1) % step else layer
+        for i, layer in enumerate(cfg.layers)
+    )
+    dense = dataclasses.replace(cfg, layers=layers)
+    if not dense.expert_layers:
+        raise ValueError(
+            f"mlp_only_layers and decoder_sparse_step={step} leave no layer with experts; use a "
+            "dense family's config"
+        )
+    return dense
+
+
+def dense_layers_json(cfg: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `with_dense_layers`."""
+    ffns = enumerate(layer.ffn for layer in cfg.layers)
+    dense = [i for i, ffn in ffns if isinstance(ffn, MLPConfig)]
+    return dict(decoder_sparse_step=1, mlp_only_layers=dense)
+
+
+def experts_json(cfg: DecoderConfig) -> dict[str, Any]:
+    """The experts of Qwen's mixtures, all but the weights of a token's experts."""
+    experts = cfg.expert_layers[0]
+    shared = dict(shared_expert_intermediate_size=experts.shared_F) if experts.shared_F else {}
+    return shared | dict(
+        num_experts=experts.E,
+        num_experts_per_tok=experts.top_k,
+        moe_intermediate_size=experts.F,
+    )
 
 
 def layer_types(cfg: DecoderConfig) -> list[str]:

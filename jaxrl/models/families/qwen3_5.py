@@ -50,18 +50,28 @@ DEFAULTS: dict[str, Any] = SIZES | dict(
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     """Raises ValueError for unknown layer types."""
-    c = DEFAULTS | dict(c)
+    return hybrid_config(DEFAULTS | dict(c), "qwen3_5")
+
+
+def hybrid_config(
+    c: fields.ConfigJson, family: str, *, fused: bool = False, **more: Any
+) -> DecoderConfig:
+    """Layers of gated DeltaNet, whose projections may be `fused`, and of attention with a gate.
+
+    `more` are further fields of `uniform_decoder`.
+    """
     bias = c.get("attention_bias", False)
     plain = fields.base_config(
         c,
-        "qwen3_5",
+        family,
         rope=rotary.read_rope(c, partial=True),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
         unit_offset=True,
+        **more,
     )
-    delta = GatedDeltaNetConfig(*(c[name] for name in SIZES))
+    delta = GatedDeltaNetConfig(*(c[name] for name in SIZES), fused=fused)
     layers = []
     for layer, kind in zip(plain.layers, _layer_types(c), strict=True):
         assert isinstance(layer.mixer, AttentionConfig)
@@ -87,11 +97,18 @@ def text_part(config: fields.ConfigJson) -> fields.ConfigJson:
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
+    return hybrid_json(cfg, "qwen3_5_text", "Qwen3_5ForCausalLM")
+
+
+def hybrid_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    """The inverse of `hybrid_config`."""
     mixers = [layer.mixer for layer in cfg.layers]
     delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetConfig)), None)
-    sizes = SIZES if delta is None else dict(zip(SIZES, dataclasses.astuple(delta), strict=True))
+    sizes = SIZES
+    if delta is not None:
+        sizes = dict(zip(SIZES, (delta.K, delta.N, delta.D, delta.V, delta.conv_len), strict=True))
     attention = cfg.attention_layers[0]
-    base = fields.base_json(cfg, "qwen3_5_text", "Qwen3_5ForCausalLM")
+    base = fields.base_json(cfg, model_type, architecture)
     del base["rope_theta"], base["rope_scaling"]
     types = [rotary.GLOBAL if isinstance(m, AttentionConfig) else LINEAR for m in mixers]
     rope = dict(partial_rotary_factor=attention.rope.rotary)  # a missing one is 0.25

@@ -16,7 +16,9 @@ from jaxrl.models.families import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
@@ -32,6 +34,8 @@ FAMILIES = {
     "gemma3": gemma3,
     "qwen3_moe": qwen3_moe,
     "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_next": qwen3_next,
     "mixtral": mixtral,
 }
 ADVICE = "use the model's own config.json"
@@ -39,8 +43,9 @@ ADVICE = "use the model's own config.json"
 MODEL_TYPES = {name: name for name in FAMILIES} | {
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
 }
-IMAGE_AND_TEXT = ("gemma3", "qwen3_5")  # model types whose language model is a part
+IMAGE_AND_TEXT = ("gemma3", "qwen3_5", "qwen3_5_moe")  # model types whose language model is a part
 
 
 def folder_config(folder: str | Path) -> DecoderConfig:

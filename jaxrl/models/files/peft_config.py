@@ -8,7 +8,7 @@ what an adapter computes.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxrl.models.config import LoRA
+from jaxrl.models.config import LoRA, target_name
 
 TASKS = {"vocab": "CAUSAL_LM", "score": "SEQ_CLS"}
 READ = (
@@ -114,7 +114,7 @@ def check_saved_modules(names: Any) -> None:
 
 
 def target_names(config: Mapping[str, Any], modules: Collection[str]) -> tuple[str, ...]:
-    """The last names of the layers with adapters.
+    """`target_name` of the layers with adapters.
 
     For a list of names these are the list's. A regular expression, "all-linear", and a list with
     exceptions select the layers that have tensors.
@@ -125,7 +125,12 @@ def target_names(config: Mapping[str, Any], modules: Collection[str]) -> tuple[s
             f"target_modules={repr(targets)[:80]}; expected a list of names or a regular expression"
         )
     names = targets if isinstance(targets, list) and is_off(excluded) else modules
-    return tuple(sorted({name.rpartition(".")[2] for name in names}))
+    # A name such as gate_proj may be that of experts, of a shared expert, or of both.
+    by_part: dict[str, set[str]] = {}
+    for module in modules:
+        by_part.setdefault(module.rpartition(".")[2], set()).add(target_name(module))
+    found = (by_part.get(name.rpartition(".")[2], {target_name(name)}) for name in names)
+    return tuple(sorted(set().union(*found)))
 
 
 def is_list_of_names(value: Any) -> bool:

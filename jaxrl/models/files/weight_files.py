@@ -6,6 +6,7 @@ of the model.
 """
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -27,6 +28,7 @@ ADVICE = "download or export the model again"
 PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
 SKIPPED_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
 DRAFTER = "mtp."  # predicts several tokens; transformers does not run it
+FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers that follow from config.json
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # of two tables at a time
@@ -48,17 +50,19 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
             name = language_name(stored)
             if is_skipped(name):
                 continue
-            if name in tensors:
-                raise ValueError(
-                    f"{folder} has {name} twice, in {tensors[name].path.name} and in {file.name}; "
-                    f"remove the files that are not part of this model, or {ADVICE}"
-                )
             if info.dtype not in FLOATS:
                 raise ValueError(
                     f"{file} stores {stored} as {info.dtype}, which are not weights but the codes "
                     "of a quantization; use a checkpoint that is not quantized"
                 )
-            tensors[name] = info
+            for part, place in separate_experts(name, info).items():
+                if part in tensors:
+                    raise ValueError(
+                        f"{folder} has {part} twice, in {tensors[part].path.name} and in "
+                        f"{file.name}; remove the files that are not part of this model, or "
+                        f"{ADVICE}"
+                    )
+                tensors[part] = place
     if any(name.startswith(DRAFTER) for header in headers.values() for name in header):
         warnings.warn(
             f"the drafter in {folder} ({DRAFTER}*), which predicts several tokens, is neither "
@@ -66,6 +70,25 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
             stacklevel=2,
         )
     return tensors
+
+
+def separate_experts(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
+    """The matrices of each expert in a tensor of all experts; other tensors as they are.
+
+    Such a tensor is `experts.gate_up_proj` [E, 2F, D], or `experts.down_proj` [E, D, F].
+    """
+    stem, _, last = name.rpartition(".")
+    parts = FUSED_EXPERTS.get(last, ())
+    fused = parts and stem.endswith(".experts") and len(info.shape) == 3
+    if not fused or info.shape[1] % len(parts):
+        return {name: info}
+    shape = info.shape[1] // len(parts), info.shape[2]
+    n_bytes = math.prod(shape) * info.dtype.itemsize
+    names = [f"{stem}.{expert}.{part}.weight" for expert in range(info.shape[0]) for part in parts]
+    return {
+        part: TensorInfo(info.path, info.dtype, shape, info.start + i * n_bytes)
+        for i, part in enumerate(names)
+    }
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -37,10 +37,15 @@ class GatedDeltaNet(nnx.Module):
             axes = ("heads", *(None,) * (len(shape) - 1), "w_embed")
             return Linear(make, f"linear_attn.{name}", eq, (*shape, cfg.D), axes, **options, **more)
 
-        self.qkv = project("in_proj_qkv", "BTD,KCD->BTKC", (K, width), blocks=self.blocks)
-        self.z = project("in_proj_z", "BTD,NVD->BTNV", (N, V))
-        self.b = project("in_proj_b", "BTD,ND->BTN", (N,))
-        self.a = project("in_proj_a", "BTD,ND->BTN", (N,))
+        by_key = "BTD,KCD->BTKC"
+        if mixer.fused:
+            self.qkvz = project("in_proj_qkvz", by_key, (K, width + N // K * V))
+            self.ba = project("in_proj_ba", by_key, (K, 2 * N // K))
+        else:
+            self.qkv = project("in_proj_qkv", by_key, (K, width), blocks=self.blocks)
+            self.z = project("in_proj_z", "BTD,NVD->BTNV", (N, V))
+            self.b = project("in_proj_b", "BTD,ND->BTN", (N,))
+            self.a = project("in_proj_a", "BTD,ND->BTN", (N,))
 
         def parameter(name: str, shape: tuple[int, ...], **more: Any) -> Any:
             axes = ("heads", *(None,) * (len(shape) - 1))
@@ -63,8 +68,7 @@ class GatedDeltaNet(nnx.Module):
         )
 
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
-        projected = apply_linears(x, self.qkv, self.z, self.b, self.a, rules=rules)
-        qkv, z, b, a = checkpoint_name(projected, "qkv")
+        qkv, z, b, a = self._project(x, rules)
         D, (B, T, N, V) = self.cfg.D, z.shape
         heads = rules.spec("batch", "time", "heads", None)
         q, k, v = jnp.split(qkv, (D, 2 * D), axis=-1)
@@ -79,6 +83,23 @@ class GatedDeltaNet(nnx.Module):
         out, state = rows.delta(qk, v, g, beta, (w_qk, w_v), place.cache, state)
         gated = self.norm(out).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
         return checkpoint_name(self.o(gated.astype(x.dtype), rules), "o"), state
+
+    def _project(self, x, rules: Rules) -> list[jax.Array]:
+        """Queries, keys and values by key head [B, T, K, C], z [B, T, N, V], b and a [B, T, N]."""
+        if not self.cfg.fused:
+            projected = apply_linears(x, self.qkv, self.z, self.b, self.a, rules=rules)
+            return checkpoint_name(projected, "qkv")
+        projected = apply_linears(x, self.qkvz, self.ba, rules=rules)
+        qkvz, ba = checkpoint_name(projected, "qkv")
+        (B, T), N, V = qkvz.shape[:2], self.cfg.N, self.cfg.V
+        heads = rules.spec("batch", "time", "heads", None)
+        qkv, z = jnp.split(qkvz, (sum(self.blocks),), axis=-1)
+        z = jnp.reshape(z, (B, T, N, V), out_sharding=heads)
+        b, a = (
+            jnp.reshape(part, (B, T, N), out_sharding=rules.spec("batch", "time", "heads"))
+            for part in jnp.split(ba, 2, axis=-1)
+        )
+        return [qkv, z, b, a]
 
     def _whole(self, w: jax.Array, rules: Rules, n_dims: int) -> jax.Array:
         return jax.reshard(w, rules.gathered("heads", *(None,) * (n_dims - 1)))

@@ -16,7 +16,7 @@ from jaxrl.kernels.matmul import Weight, matmul, matmuls
 from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.quantized_matmul import quantized_matmul
-from jaxrl.models.config import LoRA
+from jaxrl.models.config import LoRA, target_name
 from jaxrl.models.layers.stored import (
     QUANTIZED,
     MakeParam,
@@ -174,7 +174,7 @@ class Linear(nnx.Module):
             else None
         )
         change = None
-        if lora is not None and name.rpartition(".")[2] in lora.targets:
+        if lora is not None and target_name(name) in lora.targets:
             change = Adapter(make, name, lora, shape, axes, n_out=self.n_out, hf_shape=hf_shape)
         self.lora: Adapter | None = nnx.data(change)
 

@@ -1,13 +1,14 @@
-"""Feed-forward network of a dense layer."""
+"""Feed-forward network of a dense layer, and the shared expert of a mixture of experts."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxrl.models.config import DecoderConfig, MLPConfig
+from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
 from jaxrl.models.layers.chunks import (
     apply_to_chunks,
     join_positions,
@@ -18,6 +19,7 @@ from jaxrl.models.layers.chunks import (
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
 from sharding import Rules
 
+SHARED_GATE = "mlp.shared_expert_gate"
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 
 
@@ -41,7 +43,7 @@ share_backward.defvjp(_share_forward, lambda _, grads: jax.lax.optimization_barr
 class MLP(nnx.Module):
     """act(x Wgᵀ) * (x Wuᵀ) Wdᵀ (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MLPConfig):
+    def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MLPConfig, name: str = "mlp"):
         options: Any = dict(bias=ffn.bias, lora=cfg.lora, base_dtype=cfg.base_dtype)
 
         def up(name: str) -> Linear:
@@ -50,9 +52,9 @@ class MLP(nnx.Module):
 
         self.act = ffn.act
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
-        self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
+        self.gate, self.up = up(f"{name}.gate_proj"), up(f"{name}.up_proj")
         shape, axes = (cfg.D, ffn.F), ("w_embed", "ffw")
-        self.down = Linear(make, "mlp.down_proj", "BTF,DF->BTD", shape, axes, **options)
+        self.down = Linear(make, f"{name}.down_proj", "BTF,DF->BTD", shape, axes, **options)
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
         n_tokens = x.shape[0] * x.shape[1] // (rules.n_shards("batch") * rules.n_shards("time"))
@@ -78,3 +80,18 @@ class MLP(nnx.Module):
         new.gate, new.up = self.gate.gather(rules), self.up.gather(rules)
         new.down = self.down.gather(rules)
         return new
+
+
+class SharedExpert(nnx.Module):
+    """sigmoid(g x) mlp(x): an MLP with a gate that every token uses, next to its own experts."""
+
+    def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MoEConfig):
+        self.mlp = MLP(make, cfg, MLPConfig(ffn.shared_F, ffn.act), "mlp.shared_expert")
+        options: Any = dict(lora=cfg.lora, base_dtype=cfg.base_dtype)
+        shape, axes = (1, cfg.D), (None, "w_embed")
+        self.gate = Linear(make, SHARED_GATE, "BTD,SD->BTS", shape, axes, **options)
+
+    def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
+        y, gate = self.mlp(x, rules), self.gate(x, rules)
+        gate = jax.nn.sigmoid(jax.reshard(gate, jax.typeof(y).sharding.spec).astype(jnp.float32))
+        return (gate * y).astype(y.dtype)

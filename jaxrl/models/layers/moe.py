@@ -22,15 +22,18 @@ from sharding import Rules
 Live = Bool[Array, "B T"] | Int[Array, "B T"]
 
 # Tensor names in a layer of a Hugging Face file: the router, then an expert's gate, up and down.
+QWEN = ("mlp.gate", "mlp.experts.{expert}.%s", ("gate_proj", "up_proj", "down_proj"))
 HF_NAMES = {
-    "qwen3_moe": ("mlp.gate", "mlp.experts.{expert}.%s", ("gate_proj", "up_proj", "down_proj")),
+    "qwen3_moe": QWEN,
+    "qwen3_next": QWEN,
+    "qwen3_5_moe": QWEN,
     "mixtral": (
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.%s",
         ("w1", "w3", "w2"),
     ),
 }
-
+WITHOUT_ADAPTERS = ("qwen3_5_moe",)  # PEFT reads no adapters of the experts of these models
 
 AXES: dict[str, Axes] = {
     "gate": ("experts", "ffw", "w_embed"),
@@ -82,6 +85,12 @@ class MoE(nnx.Module):
                 raise ValueError(
                     f"adapters of experts ({hf[name]}) have no magnitudes (DoRA); leave experts "
                     "out of config.lora.target_modules, or set config.lora.dora=False"
+                )
+            if ffn.names in WITHOUT_ADAPTERS:
+                raise ValueError(
+                    f"adapters of experts ({hf[name]}): PEFT reads none of {ffn.names} models; "
+                    "leave experts out of config.lora.target_modules. The shared expert's are "
+                    f"'shared_expert.{hf[name]}' and so on"
                 )
             part, sizes, axes = expert % hf[name], out_in[name], AXES[name][1:]
             plain = dataclasses.replace(lora, dora=False)  # of a stack, the DoRA ones are elsewhere

@@ -101,15 +101,31 @@ def test_bad_configs_are_named(change, message):
         config_from_hf(GOLDEN_CONFIG | change)
 
 
-def test_the_language_model_of_an_image_checkpoint_is_found(one_device, tmp_path):
-    tensors = load_file(FOLDER / "model.safetensors")
+def fused_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with those of the experts of a layer in two, as transformers 5 computes them."""
+    fused, apart = {}, {name: w for name, w in tensors.items() if ".experts." in name}
+    for layer in sorted({name.partition(".experts.")[0] for name in apart}):
+        gate, up, down = (
+            np.stack([apart[f"{layer}.experts.{e}.{part}_proj.weight"] for e in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        fused[f"{layer}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        fused[f"{layer}.experts.down_proj"] = down
+    return {name: w for name, w in tensors.items() if name not in apart} | fused
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_of_an_image_checkpoint_is_found(family, one_device, tmp_path):
+    folder = GOLDEN / family
+    golden_config = json.loads((folder / "config.json").read_text())
+    tensors = fused_experts(load_file(folder / "model.safetensors"))
     named = {name.replace("model.", "model.language_model.", 1): w for name, w in tensors.items()}
     other = dict.fromkeys(("model.visual.pos_embed.weight", "mtp.norm.weight"), np.ones(2, "f4"))
     save_file(named | other, tmp_path / "model.safetensors")
-    config = dict(model_type="qwen3_5", text_config=GOLDEN_CONFIG, vision_config={})
+    config = dict(model_type=family, text_config=golden_config, vision_config={})
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.warns(UserWarning, match=r"drafter in .* neither loaded nor exported"):
         cfg, model = load_model(tmp_path, rules=TRAIN)
-    want_cfg, want = load_model(FOLDER, rules=TRAIN)
+    want_cfg, want = load_model(folder, rules=TRAIN)
     assert cfg == want_cfg
     jax.tree.map(np.testing.assert_array_equal, model, want)
