@@ -12,6 +12,8 @@ from jaxrl.models.config import AttentionConfig, DecoderConfig
 from jaxrl.types import Tree
 from sharding import Rules
 
+Pools = list[jax.Array | None]  # of all layers; None for those of another kind
+
 
 @struct.dataclass
 class StateCache:
@@ -73,7 +75,7 @@ class KVCache:
     def with_layer(self, i: int, one: "KVCache") -> "KVCache":
         """The cache with layer `i` replaced by what `layer` returned, after its update."""
 
-        def replace_pool(pools: list[jax.Array], pool: list[jax.Array]) -> list[jax.Array]:
+        def replace_pool(pools: Pools, pool: Pools) -> Pools:
             return [*pools[:i], *pool, *pools[i + 1 :]]
 
         return jax.tree.map(replace_pool, self, one, is_leaf=_is_list)

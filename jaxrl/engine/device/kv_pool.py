@@ -89,17 +89,17 @@ class KVPoolSpec:
         wanted = rollout.max_num_seqs * max_pages_per_seq
         n_pages = min(wanted, self._n_pages_that_fit(rollout.memory_utilization, wanted))
         if n_pages < max_pages_per_seq:
-            states = ""
+            states, lower = "", ""
             if self.n_slots:
                 gib = self.slots_bytes_per_device / 2**30
-                states = (
-                    f" next to {self.n_slots} states of {gib:.2f} GiB together; lower "
-                    f"config.rollout.max_num_seqs ({rollout.max_num_seqs}) or "
-                    "config.rollout.state_snapshots, or"
+                states = f" next to {self.n_slots} states of {gib:.2f} GiB together"
+                lower = (
+                    f"lower config.rollout.max_num_seqs ({rollout.max_num_seqs}) or "
+                    "config.rollout.state_snapshots, "
                 )
             raise ValueError(
-                f"device memory has room for {max(n_pages, 0)} KV pages, one sequence of "
-                f"{max_len} tokens needs {max_pages_per_seq}{states or ';'} raise "
+                f"device memory has room for {max(n_pages, 0)} KV pages{states}, one sequence of "
+                f"{max_len} tokens needs {max_pages_per_seq}; {lower}raise "
                 f"config.rollout.memory_utilization ({rollout.memory_utilization}) or lower the "
                 "maximum lengths"
             )
