@@ -103,7 +103,7 @@ def check_rows(path: str, seed: int) -> Iterator[CheckRow]:
 
 
 def facts(folder: Path, cfg: DecoderConfig) -> Iterator[CheckRow]:
-    """What the config.json says."""
+    """The rows on what the config.json describes."""
     yield CheckRow("family", cfg.family + (", sequence classifier" if "score" in cfg.heads else ""))
     yield CheckRow("layers", layers_text(cfg))
     yield CheckRow("parameters", f"{count_params(decoder_specs(cfg)):,}")
