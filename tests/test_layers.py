@@ -35,6 +35,7 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
         "jaxrl.reward_model",
         "jaxrl.evaluate",
         "jaxrl.convert",
+        "jaxrl.check_model",
         "jaxrl.migrate",
         "jaxrl.launch",
         "jaxrl.plan",

@@ -102,7 +102,7 @@ ENVIRONMENTS = (
     "mcp",
     "retry",
 )
-TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "deepseek")
+TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "deepseek", "qwen3_coder")
 REWARDS = (
     "by_source",
     "code",

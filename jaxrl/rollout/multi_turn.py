@@ -182,7 +182,13 @@ class EnvironmentRunner:
         text = self.renderer.decode(
             tokens[:-1] if tokens[-1] in self.eos_ids else tokens, skip_special=False
         )
-        return parse_turn(text, self.tool_format, ids=active.call_ids, in_thought=thinks)
+        return parse_turn(
+            text,
+            self.tool_format,
+            tools=active.tools,
+            ids=active.call_ids,
+            in_thought=thinks,
+        )
 
     def _after_step(self, active: ActiveEpisode, turn: Turn) -> None:
         """Adds the reward of `step`, and ends the episode or appends the observation."""

@@ -7,6 +7,8 @@ mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or since version
           tokenizer [TOOL_CALLS]name[ARGS]{...}, once per call
 deepseek  <｜tool▁call▁begin｜>...<｜tool▁call▁end｜>: "function<｜tool▁sep｜>name" and the
           arguments in a code block (V3, R1), or "name<｜tool▁sep｜>{...}" (V3.1)
+qwen3_coder  <tool_call> with XML in it, <function=name> and <parameter=key>, once per call
+          (Qwen3-Coder, Qwen3.5); the tool's schema gives the types of the arguments
 """
 
 import dataclasses
@@ -14,7 +16,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl.tool_calls.call_end import CallEnd
 from jaxrl.tool_calls.calls import parse_json, parse_json_values, shortened
+from jaxrl.tool_calls.xml_calls import XmlCallEnd, read_xml
 
 _SEP = "<｜tool▁sep｜>"
 _ARGUMENTS = {"parameters", "arguments"}
@@ -31,6 +35,8 @@ class ToolFormat:
     read: Callable[[str], list[Any]]  # call objects for `read_call`; raises ValueError
     ignored: tuple[str, ...] = ()  # markers around all calls of a turn
     bare: bool = False  # the whole turn may be a call without markers
+    texts: bool = False  # arguments are text; the tool's schema gives their types
+    call_end: Callable[[str], CallEnd | XmlCallEnd] = CallEnd  # finds the end, by its marker
 
 
 def read_hermes(text: str) -> list[Any]:
@@ -84,6 +90,14 @@ FORMATS = {
             read_deepseek,
             ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),
+        ToolFormat(
+            "qwen3_coder",
+            "<tool_call>",
+            "</tool_call>",
+            read_xml,
+            texts=True,
+            call_end=XmlCallEnd,
+        ),
     )
 }
 
@@ -106,7 +120,10 @@ def tool_format(template: str, name: str = "auto") -> ToolFormat:
         if name in FORMATS:
             return FORMATS[name]
         raise ValueError(f"the tool format {name!r} is not one of auto, {', '.join(FORMATS)}")
-    if "<function=" not in template:  # the XML calls of Qwen3-Coder, whose arguments have no types
+    if "<function=" in template:
+        if "<parameter=" in template and "<tool_call>" in template:
+            return FORMATS["qwen3_coder"]
+    else:
         for found in (FORMATS["deepseek"], FORMATS["mistral"], FORMATS["hermes"]):
             if found.opening in template:
                 return found

@@ -6,9 +6,9 @@ start of the turn, is not a call.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from jaxrl.tool_calls.call_end import CallEnd
 from jaxrl.tool_calls.calls import (
     MalformedCall,
     ParsedTurn,
@@ -17,6 +17,7 @@ from jaxrl.tool_calls.calls import (
     read_call,
 )
 from jaxrl.tool_calls.formats import ToolFormat, is_bare_call
+from jaxrl.tool_calls.xml_calls import typed_arguments
 
 _THINK, _END_THINK = "<think>", "</think>"
 Attempts = list[ToolCall | MalformedCall]
@@ -26,11 +27,12 @@ def parse_turn(
     text: str,
     tool_format: ToolFormat,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     ids: Iterator[str] | None = None,
     in_thought: bool = False,
 ) -> ParsedTurn:
     """Content and calls of a whole turn. `in_thought`: the generation prompt opens <think>."""
-    parser = ToolParser(tool_format, ids=ids, in_thought=in_thought)
+    parser = ToolParser(tool_format, tools=tools, ids=ids, in_thought=in_thought)
     first, last = parser.add(text), parser.finish()
     return ParsedTurn(first.content + last.content, first.attempts + last.attempts)
 
@@ -40,24 +42,27 @@ class ToolParser:
 
     A call is returned when it is complete. Text is held back while a marker could begin there, and
     so are blanks, which are dropped next to calls. A malformed call stays in the content as it is
-    written. `ids` names calls to which the model gives no id.
+    written. `tools`, checked, are those that the model may call: their schemas give the arguments
+    types in a format that writes none. `ids` names calls to which the model gives no id.
     """
 
     def __init__(
         self,
         tool_format: ToolFormat,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         ids: Iterator[str] | None = None,
         in_thought: bool = False,
     ):
         self._format, self._ids = tool_format, ids or call_ids()
+        self._tools = tools
         self._markers = (tool_format.opening, *tool_format.ignored)
         self._marker = re.compile("|".join(map(re.escape, self._markers)))
         self._mode = "thought" if in_thought else "start"  # or "content", "call", "bare"
         self._text, self._at = "", 0  # not yet returned, and how far it has been read
         self._held = ""  # blanks and ignored markers at the end of the content
         self._after_call = False  # the content ends with a call
-        self._call_end = CallEnd(tool_format.closing or tool_format.opening)
+        self._call_end = tool_format.call_end(tool_format.closing or tool_format.opening)
 
     def add(self, piece: str) -> ParsedTurn:
         """The text and calls that the next piece completes."""
@@ -122,7 +127,7 @@ class ToolParser:
         self._at = found.end()
         if found[0] == self._format.opening:
             self._mode = "call"
-            self._call_end = CallEnd(self._format.closing or self._format.opening)
+            self._call_end = self._format.call_end(self._format.closing or self._format.opening)
         elif not self._after_call:
             self._held += found[0]
         return True
@@ -183,6 +188,8 @@ class ToolParser:
         for value in values:
             try:
                 name, arguments, call_id = read_call(value)
+                if self._format.texts:
+                    arguments = typed_arguments(name, arguments, self._tools)
                 attempts.append(ToolCall(name, arguments, call_id or next(self._ids)))
             except ValueError as error:
                 attempts.append(MalformedCall(body.strip(), str(error), next(self._ids)))

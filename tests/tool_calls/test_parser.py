@@ -1,6 +1,7 @@
 """Tests of jaxrl/tool_calls: parser.py, formats.py and calls.py."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,20 @@ HERMES = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
+QWEN3_CODER = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+)
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
 PARALLEL = {  # each calls add(a=1, b=2), then now()
     "hermes": ("hermes", HERMES),
     "hermes list": (
@@ -46,6 +61,7 @@ PARALLEL = {  # each calls add(a=1, b=2), then now()
         "mistral",
         '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]now{}',
     ),
+    "qwen3_coder": ("qwen3_coder", QWEN3_CODER),
     "deepseek": ("deepseek", DEEPSEEK),
     "deepseek 3.1": ("deepseek", DEEPSEEK_V31),
 }
@@ -58,7 +74,7 @@ def parse(text, name="hermes", **options):
 @pytest.mark.parametrize("case", PARALLEL)
 def test_parallel_calls_of_every_format(case):
     name, text = PARALLEL[case]
-    turn = parse(text, name)
+    turn = parse(text, name, tools=[ADD])
     expected = (
         ToolCall("add", {"a": 1, "b": 2}, "call00000"),
         ToolCall("now", {}, "call00001"),
@@ -76,7 +92,7 @@ def test_a_stream_gives_the_same_calls_and_no_part_of_a_marker_as_content(case, 
     parts = [parser.add(text[i : i + size]) for i in range(0, len(text), size)] + [parser.finish()]
     assert "".join(part.content for part in parts) == before.strip()
     assert [a.name for part in parts for a in part.calls] == ["add", "now"]
-    if name in ("hermes", "deepseek") and "list" not in case:
+    if name in ("hermes", "deepseek", "qwen3_coder") and "list" not in case:
         first = next(i for i, part in enumerate(parts) if part.attempts)
         assert len(parts[first].attempts) == 1 and first < len(parts) - 1  # once it is complete
 
@@ -159,6 +175,7 @@ def test_the_format_follows_from_the_chat_template():
         "hermes": "in <tool_call></tool_call> tags",
         "llama3": llama,
         "mistral": '{{ "[TOOL_CALLS] [" }}',
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1",
         "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type']}}",
     }
     for name, template in templates.items():
@@ -167,6 +184,6 @@ def test_the_format_follows_from_the_chat_template():
     with pytest.raises(ValueError, match="no known format"):
         tool_format("<|im_start|>{{ message.content }}")
     with pytest.raises(ValueError, match="no known format"):
-        tool_format("<tool_call><function=f><parameter=a>1")
+        tool_format("<tool_call><function=f>{}")
     with pytest.raises(ValueError, match="'qwen' is not one of auto, hermes"):
         tool_format("", "qwen")

@@ -50,6 +50,7 @@ class TurnReader:
         parsed = parse_turn(
             self._text(response, stop, skip_special=False),
             self._format,
+            tools=turn.request.tools,
             in_thought=self.renderer.opens_thought(turn.tokens),
         )
         if not parsed.calls:  # a malformed call stays text

@@ -29,7 +29,9 @@ class ToolOutput:
         self._json = ""  # text so far, if a grammar demands a call
         self._parser = None
         if use.format is not None:
-            self._parser = ToolParser(use.format, ids=_call_ids(), in_thought=use.in_thought)
+            self._parser = ToolParser(
+                use.format, tools=use.tools, ids=_call_ids(), in_thought=use.in_thought
+            )
 
     def add(self, text: str, *, ended: bool) -> ToolDelta:
         """Adds text; `ended` if no more follows.
