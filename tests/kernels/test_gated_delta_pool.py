@@ -48,7 +48,7 @@ def pick(x, rows, n_padding):
     return jnp.asarray(out)
 
 
-@pytest.mark.parametrize("from_slots", [False, True])
+@pytest.mark.parametrize("from_slots", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_rows_give_outputs_and_states_of_whole_sequences(one_device, from_slots):
     """Also where a first part of each sequence, of 0 to 3 tokens, was computed before."""
     begun = np.array([1, 0, 3]) if from_slots else np.zeros(3, int)

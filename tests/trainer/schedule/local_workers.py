@@ -12,10 +12,12 @@ from collections.abc import Callable
 import jax
 
 from jaxrl import train
+from jaxrl.config.command_line import parse
 from jaxrl.layout import worker_mesh
 from jaxrl.rollout.remote.actors import WorkerLost
 from jaxrl.rollout.remote.worker import RolloutWorker
 from jaxrl.runtime.versions import versions
+from jaxrl.trainer.loop import exit_status
 
 
 class Clock:
@@ -108,4 +110,4 @@ def set_attribute(path: str, value: object) -> None:
 
 if __name__ == "__main__":  # without pytest, with which progress is silent
     use_local_workers(set_attribute)
-    sys.exit(train.main())
+    sys.exit(exit_status(train.train, parse(sys.argv[1:])))
