@@ -193,7 +193,7 @@ def test_speculative_decoding_is_refused(one_device):
 def test_pools_that_do_not_fit_name_the_slots(one_device, monkeypatch):
     engine = make_engine(HYBRID, n_pages=0)
     monkeypatch.setattr(type(engine.pool), "_n_pages_that_fit", lambda *_: 1)
-    with pytest.raises(ValueError, match=r"next to 13 states of .* max_num_seqs \(8\)"):
+    with pytest.raises(ValueError, match=r"next to 13 states of .*max_num_seqs \(8\)"):
         _ = engine.scheduler
 
 
