@@ -96,8 +96,8 @@ def _pass_states(dtype, pool, sources, targets, u, w, k, weight, decay):
 
     def chunk(pool, xs):
         (u, w, k, weight, decay), source, target = xs
-        # Read once, before the update: XLA on TPU otherwise reads it again later, from a copy of the
-        # whole pool.
+        # Read once, before the update: XLA on TPU otherwise reads it again after it, from a copy of
+        # the whole pool.
         start = lax.dynamic_index_in_dim(pool, source, keepdims=True)
         start = lax.optimization_barrier(start)
         x = u - product("BKRCD,BKRDV->BKRCV", w, start, dtype)
