@@ -48,7 +48,7 @@ def _forward(dtype, u, w, k, weight, decay, state, parents):
         x = u - product("BKRCD,BKRDV->BKRCV", w, start, dtype)
         update = product("BKCD,BKRCV->BKRDV", k, weight[..., None] * x, dtype)
         end = decay[..., None, None] * start + update
-        ends = end if parent is None else ends.at[c + 1].set(end)
+        ends = end if parent is None else lax.dynamic_update_index_in_dim(ends, end, c + 1, 0)
         return ends, (x.astype(dtype), start.astype(dtype))
 
     inputs = (u, w, k, weight, decay)
@@ -61,11 +61,29 @@ def _forward(dtype, u, w, k, weight, decay, state, parents):
     return (x, starts, final), (*inputs[1:], x, starts, parents)
 
 
+def _at(ends, index):
+    """ends[index], read once.
+
+    Without the barrier XLA on TPU reads it again after `ends` has changed, from a copy of all.
+    """
+    return lax.optimization_barrier(lax.dynamic_index_in_dim(ends, index, keepdims=False))
+
+
 def _read(ends, parent):
-    """The state at the end of each row's parent, of `ends` [n + 1, B, ...]."""
+    """The state at the end of each row's parent, of `ends` [n + 1, B, ...].
+
+    A slice per row, because a gather on TPU reads the states of all chunks; the barrier as in `_at`.
+    """
     if parent is None:
         return ends
-    return jax.vmap(lambda ends, p: ends[p + 1], (1, 0))(ends, parent)
+    rows = [lax.dynamic_slice(ends, at, (1, 1, *ends.shape[2:])) for at in _places(ends, parent)]
+    return lax.optimization_barrier(jnp.concatenate(rows, axis=1)[0])
+
+
+def _places(ends, parent):
+    """The indices in `ends` of the state at the end of each row's parent."""
+    rest = (0,) * (ends.ndim - 2)
+    return [(parent[b] + 1, b, *rest) for b in range(len(parent))]
 
 
 def _backward(dtype, residuals, cotangents):
@@ -75,7 +93,7 @@ def _backward(dtype, residuals, cotangents):
 
     def chunk(d_ends, xs):
         (w, k, weight, decay, x, start, d_x, d_start), parent, c = xs
-        d_end = d_ends if parent is None else d_ends[c + 1]
+        d_end = d_ends if parent is None else _at(d_ends, c + 1)
         read = product("BKCD,BKRDV->BKRCV", k, d_end, dtype)
         d_x = d_x + weight[..., None] * read
         d_weight = jnp.sum(read * x, axis=-1)
@@ -100,7 +118,10 @@ def _backward(dtype, residuals, cotangents):
 
 def _add(d_ends, parent, into):
     """Adds each row's `into` to its parent's entry of `d_ends` [n + 1, B, ...]."""
-    return d_ends.at[parent + 1, jnp.arange(len(parent))].add(into)
+    for b, at in enumerate(_places(d_ends, parent)):
+        new = lax.dynamic_slice(d_ends, at, (1, 1, *d_ends.shape[2:])) + into[b]
+        d_ends = lax.dynamic_update_slice(d_ends, new, at)
+    return d_ends
 
 
 chunk_states.defvjp(_forward, _backward)
