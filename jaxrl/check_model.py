@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import json
 import sys
 import tempfile
 import zipfile
@@ -25,6 +24,7 @@ import numpy as np
 from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
 from jaxrl.engine.engine import PagedEngine
+from jaxrl.json_text import parse_json
 from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.config import (
     AttentionConfig,
@@ -108,7 +108,7 @@ def facts(folder: Path, cfg: DecoderConfig) -> Iterator[CheckRow]:
     yield CheckRow("layers", layers_text(cfg))
     yield CheckRow("parameters", f"{count_params(decoder_specs(cfg)):,}")
     yield CheckRow("context", f"{cfg.context_len:,} tokens")
-    yield CheckRow("config.json", entries_text(json.loads(config_path(folder).read_text()), cfg))
+    yield CheckRow("config.json", entries_text(parse_json(config_path(folder).read_text()), cfg))
 
 
 def layers_text(cfg: DecoderConfig) -> str:

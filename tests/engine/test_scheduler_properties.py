@@ -5,6 +5,7 @@ are compared with a model of device memory that has no tree and no reference cou
 """
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -377,13 +378,14 @@ class Machine(RuleBasedStateMachine):
         assert sorted(self.s.pool.allocate(self.s.pool.n_pages)) == list(range(self.s.pool.n_pages))
 
 
-def test_pages_and_queues_keep_their_invariants_in_any_order_of_events():
+@pytest.mark.parametrize("n_runs", [50, pytest.param(400, marks=pytest.mark.thorough)])
+def test_pages_and_queues_keep_their_invariants_in_any_order_of_events(n_runs):
     run_state_machine_as_test(
         Machine,
         settings=settings(
             derandomize=True,
             deadline=None,
-            max_examples=100,
+            max_examples=n_runs,
             stateful_step_count=50,
             suppress_health_check=list(HealthCheck),
         ),

@@ -72,7 +72,7 @@ def _at(ends, index):
 def _read(ends, parent):
     """The state at the end of each row's parent, of `ends` [n + 1, B, ...].
 
-    A slice per row, because a gather on TPU reads the states of all chunks; the barrier as in `_at`.
+    A slice per row, because a gather on TPU reads the states of all chunks.
     """
     if parent is None:
         return ends
