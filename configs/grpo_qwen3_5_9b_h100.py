@@ -11,8 +11,9 @@ Mesh: fsdp 8. The rollout has 2 replicas of 4 GPUs.
 Memory: the KV pages and states are freed during updates (rollout.release_kv). An update needs 67.4
 of the 67.7 GiB that rollout.memory_utilization allows.
 
-Minutes and result: not measured yet. By its plan (docs/plans/grpo_qwen3_5_9b_h100.h100-8.txt) a
-step takes 45 s or more at the chips' peak rates, and 62 s with kernels one after the other.
+Minutes and result: not measured yet. A step takes 45 s or more at the chips' peak rates, and 62 s
+with kernels one after the other, by
+python -m jaxrl.plan --config=configs/grpo_qwen3_5_9b_h100.py --topology=h100:8
 """
 
 from pathlib import Path

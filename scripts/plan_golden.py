@@ -74,8 +74,6 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_llama_70b_longctx.h100-128": ("grpo_llama_70b_longctx", "h100:128", {}),
     "grpo_30b_a3b.v5p-4x4x4": ("grpo_30b_a3b", "v5p:4x4x4", {}),
     "grpo_30b_a3b_h100.h100-64": ("grpo_30b_a3b_h100", "h100:64", {}),
-    "grpo_qwen3_5_9b.v5p-4x4x2": ("grpo_qwen3_5_9b", "v5p:4x4x2", {}),
-    "grpo_qwen3_5_9b_h100.h100-8": ("grpo_qwen3_5_9b_h100", "h100:8", STACKED),
 }
 WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     "grpo_7b.v5e-2x4": (
