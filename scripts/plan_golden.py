@@ -77,7 +77,7 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_qwen3_5_9b.v5p-4x4x2": ("grpo_qwen3_5_9b", "v5p:4x4x2", {}),
     "grpo_qwen3_5_9b_h100.h100-8": ("grpo_qwen3_5_9b_h100", "h100:8", STACKED),
     "grpo_qwen3_5_35b_a3b.v5p-4x4x4": ("grpo_qwen3_5_35b_a3b", "v5p:4x4x4", {}),
-    "grpo_qwen3_5_35b_a3b_h100.h100-64": ("grpo_qwen3_5_35b_a3b_h100", "h100:64", STACKED),
+    "grpo_qwen3_5_35b_a3b_h100.h100-64": ("grpo_qwen3_5_35b_a3b_h100", "h100:64", {}),
     "grpo_qwen3_5_9b_lora.h100-1": (
         "grpo_qwen3_5_9b_h100",
         "h100:1",
@@ -86,8 +86,7 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_qwen3_5_35b_a3b_lora.h100-8": (
         "grpo_qwen3_5_35b_a3b_h100",
         "h100:8",
-        STACKED
-        | FSDP_8
+        FSDP_8
         | {"learner.zero": "0", "learner.remat": "full", "learner.token_budget": "16384"}
         | {"data.prompts_per_step": "64", "learner.mini_batch_prompts": "16"}
         | {"lora.rank": "32"},
