@@ -104,6 +104,7 @@ NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "label_smoothing_factor": (0.0, "jaxrl's loss has no label smoothing", ()),
     "neftune_noise_alpha": (None, "jaxrl adds no noise to embeddings", ()),
     "lr_scheduler_kwargs": (None, "set learner.min_lr_ratio", ("learner.min_lr_ratio",)),
+    "model_revision": ("main", "give the folder of that revision", ("model.path",)),
     "average_tokens_across_devices": (True, "jaxrl's token means are over all devices", ()),
 }
 OFFLINE_NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
