@@ -153,11 +153,10 @@ def test_the_script_of_xpk_keeps_the_arguments_of_the_run(tmp_path):
     script = ROOT / "docker" / "kubernetes" / "xpk.sh"
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "IMAGE": "registry/jaxrl:tpu"}
     arguments = ["--config=configs/grpo_7b.py", "--config.name=a b"]
-    printed = subprocess.run(
-        [script, "cluster", "name", "v5p-128", *arguments],
-        env=environment, check=True, capture_output=True, text=True,
-    ).stdout.splitlines()  # fmt: skip
-    options = dict(word.partition("=")[::2] for word in printed if word.startswith("--"))
+    command = [str(script), "cluster", "name", "v5p-128", *arguments]
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True).stdout
+    pairs = [w.partition("=") for w in printed.decode().splitlines() if w.startswith("--")]
+    options = {name: value for name, _, value in pairs}
     assert options["--docker-image"] == "registry/jaxrl:tpu" and options["--tpu-type"] == "v5p-128"
     assert run_of(shlex.split(options["--command"])).name == "a b"
     assert subprocess.run([script], capture_output=True, check=False).returncode == 2
