@@ -51,7 +51,7 @@ def test_every_name_has_an_answer():
         ("max_num_seqs", "did you mean rollout.max_num_seqs?"),
         ("rollout.tenser", "did you mean rollout.tensor?"),
         ("learner.opt", "did you mean learner.optimizer?"),
-        ("learner.learning_rate", "learning_rate is learner.lr here"),
+        ("learner.learning_rate", "TRL's learning_rate is learner.lr here"),
         ("data.batch_size", "prime-rl's data.batch_size is data.prompts_per_step here"),
         ("rollout.num_generations", "TRL's num_generations is rollout.n here"),
         ("rollout.max_tokens", "max_tokens is data.max_response_len here"),
