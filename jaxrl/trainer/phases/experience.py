@@ -13,7 +13,6 @@ from jaxrl.learner.critic import ValueScorer
 from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.trainer.core import Core
-from jaxrl.trainer.metrics import reward_metrics
 from jaxrl.trainer.phases.mini_batches import (
     MiniBatch,
     Score,
@@ -24,6 +23,7 @@ from jaxrl.trainer.phases.mini_batches import (
 from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
+    reward_metrics,
     scale_metrics,
     scaled_rewards,
     turn_rewards,
