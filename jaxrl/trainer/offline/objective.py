@@ -9,8 +9,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.packing import gather, padding_fraction, shared_fraction
-from jaxrl.learner.prefixes import pack_samples
+from jaxrl.data.packing import gather, pack_samples, padding_fraction, shared_fraction
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.first_samples import show_first_samples

@@ -16,8 +16,14 @@ from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.data.packing import Packed, gather, padding_fraction, response_field, shared_fraction
-from jaxrl.learner.prefixes import pack_samples
+from jaxrl.data.packing import (
+    Packed,
+    gather,
+    pack_samples,
+    padding_fraction,
+    response_field,
+    shared_fraction,
+)
 from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.phases.advantage import add_advantages
 from jaxrl.types import Batch, Rollout, TrainingSample
