@@ -3,8 +3,7 @@
 import inspect
 from collections.abc import Sequence
 
-from jaxrl.config.options import options
-from jaxrl.config.plugins import import_path, load_plugin
+from jaxrl.config.plugins import import_path, load_plugin, options
 from jaxrl.rewards.calls import RewardFunction
 
 KEY = "reward.functions"
