@@ -1,4 +1,4 @@
-"""Offline training on a fixed dataset, without sampling and rewards, for any `Objective`."""
+"""Offline training on a fixed dataset, without sampling and rewards, for any `OfflineObjective`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

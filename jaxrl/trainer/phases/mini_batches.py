@@ -124,8 +124,7 @@ def split_mini_batches(
     Every mini-batch has the groups of as many prompts. Groups may be smaller than `rollout.n` or
     missing; a mini-batch without samples is left out.
     """
-    size = cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step
-    mini_batches = []
+    mini_batches, size = [], cfg.mini_batch_prompts
     for index, members in itertools.groupby(samples, key=lambda s: s.group // size):
         mini = drop_overlong(list(members), cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, index]))
