@@ -4,7 +4,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
+class EntryPoint:
     """One program."""
 
     module: str
@@ -16,51 +16,51 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("jaxrl.train", "reinforcement learning"),
-    "sft": Command("jaxrl.sft", "supervised fine-tuning on conversations"),
-    "dpo": Command("jaxrl.dpo", "DPO, cDPO, IPO or KTO on preferences"),
-    "reward-model": Command("jaxrl.reward_model", "train a reward model on pairs"),
-    "evaluate": Command(
+    "train": EntryPoint("jaxrl.train", "reinforcement learning"),
+    "sft": EntryPoint("jaxrl.sft", "supervised fine-tuning on conversations"),
+    "dpo": EntryPoint("jaxrl.dpo", "DPO, cDPO, IPO or KTO on preferences"),
+    "reward-model": EntryPoint("jaxrl.reward_model", "train a reward model on pairs"),
+    "evaluate": EntryPoint(
         "jaxrl.evaluate",
         "reward and pass@k of a model, with standard errors",
         "jaxrl.config.arguments.evaluate:HELP",
     ),
-    "serve": Command(
+    "serve": EntryPoint(
         "jaxrl.serve", "OpenAI-compatible server for one model", "jaxrl.serve.options:arguments"
     ),
-    "plan": Command(
+    "plan": EntryPoint(
         "jaxrl.plan",
         "memory and time of a run on devices that need not be attached",
         "jaxrl.planner.options:HELP",
     ),
-    "doctor": Command(
+    "doctor": EntryPoint(
         "jaxrl.doctor",
         "check devices, versions, kernels and disks; a table for a bug report",
         "jaxrl.doctor.arguments:parser",
         config=(),
     ),
-    "convert": Command(
+    "convert": EntryPoint(
         "jaxrl.convert",
         "a model or a checkpoint as a Hugging Face folder",
         "jaxrl.config.arguments.convert:parser",
         config=(),
     ),
-    "check-model": Command(
+    "check-model": EntryPoint(
         "jaxrl.check_model",
         "load a model; check its logits, export and engine",
         "jaxrl.config.arguments.check_model:parser",
         config=(),
     ),
-    "report": Command(
+    "report": EntryPoint(
         "jaxrl.report",
         "write report.html of a run folder, or serve it during the run",
         "jaxrl.report.__main__:parser",
         config=(),
     ),
-    "launch": Command(
+    "launch": EntryPoint(
         "jaxrl.launch", "one training process per host of a Ray cluster", "jaxrl.launch:parser"
     ),
-    "migrate-config": Command(
+    "migrate-config": EntryPoint(
         "jaxrl.migrate",
         "a run of verl, OpenRLHF or TRL as a config file",
         "jaxrl.migrate.__main__:parser",

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.cli.commands import COMMANDS, Command
+from jaxrl.cli.commands import COMMANDS, EntryPoint
 from jaxrl.cli.main import COMPLETION
 from jaxrl.config.config_file import shipped_file
 from jaxrl.config.keys import RunConfig
@@ -88,7 +88,7 @@ def continuations(words: Sequence[str]) -> list[str]:
     return sorted(name for name in found if name.startswith(word))
 
 
-def arguments(command: Command, last: str, word: str) -> list[str]:
+def arguments(command: EntryPoint, last: str, word: str) -> list[str]:
     """Arguments of a command of which `word` may be the beginning, after the word `last`."""
     if "--config=" in command.config and last == "--config":
         return config_files(word)
@@ -99,7 +99,7 @@ def arguments(command: Command, last: str, word: str) -> list[str]:
     return options(command) if word.startswith("-") else []
 
 
-def options(command: Command) -> list[str]:
+def options(command: EntryPoint) -> list[str]:
     """The options of a command."""
     found = [*command.config, "--help"]
     if not command.options:
