@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ class Operation:
     inputs: tuple[jax.Array, ...]
     function: Callable[[str], Callable]  # name -> function of the inputs
     has_gradient: bool = True
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    n_devices: int = 1  # that share the rows
 
     def compute(self, name: str) -> Any:
         """Outputs of an implementation, and gradients; the reference computes in float32."""
@@ -49,7 +49,10 @@ class Operation:
             inputs = jax.tree.map(_widened, inputs)
         program = functools.partial(_with_gradients, function) if self.has_gradient else function
         precision = "highest" if name == REFERENCE else None
-        with jax.set_mesh(make_mesh(**self.mesh)), jax.default_matmul_precision(precision):
+        with (
+            jax.set_mesh(make_mesh(sequence=self.n_devices)),
+            jax.default_matmul_precision(precision),
+        ):
             return jax.device_get(jax.jit(program)(*inputs))
 
     def error(self, name: str, expected: Any) -> float:
@@ -72,7 +75,8 @@ def _with_gradients(function: Callable, *inputs: jax.Array) -> Any:
 
     def loss(*inputs: jax.Array) -> tuple[jax.Array, Any]:
         out = function(*inputs)
-        return sum(jax.tree.leaves(jax.tree.map(_weighted_sum, out))), out
+        sums = jax.tree.leaves(jax.tree.map(_weighted_sum, out))
+        return jnp.sum(jnp.stack(sums)), out
 
     grads, out = jax.grad(loss, argnums=tuple(range(len(inputs))), has_aux=True)(*inputs)
     return out, grads
@@ -86,7 +90,7 @@ def _weighted_sum(out: jax.Array) -> jax.Array:
 
 def operations(platform: str) -> Iterator[Operation]:
     """All operations, with inputs in the dtype of runs on this platform."""
-    dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
+    dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     with jax.set_mesh(make_mesh()):
         made = [make(platform, dtype) for make in ON_ONE_DEVICE]
     yield from made
@@ -132,8 +136,8 @@ def attention_operation(platform: str, dtype: jnp.dtype) -> Operation:
 
 def ring_operation(platform: str, dtype: jnp.dtype) -> Operation:
     """Attention of rows that are sharded over two devices."""
-    spec, mesh = AttentionSpec(WIDTH**-0.5, rules=RING), {"sequence": 2}
-    with jax.set_mesh(make_mesh(**mesh)):
+    spec = AttentionSpec(WIDTH**-0.5, rules=RING)
+    with jax.set_mesh(make_mesh(sequence=2)):
         shardings = [RING.spec("batch", "time", h, None) for h in ("heads", "kv_heads", "kv_heads")]
         arrays = zip(_queries(dtype), shardings, strict=True)
         inputs = tuple(jax.device_put(np.asarray(a), sharding) for a, sharding in arrays)
@@ -149,7 +153,7 @@ def ring_operation(platform: str, dtype: jnp.dtype) -> Operation:
         return attend
 
     names = _usable([*ring.IMPLEMENTATIONS], platform)
-    return Operation("ring attention", *chosen, names, inputs, function, mesh=mesh)
+    return Operation("ring attention", *chosen, names, inputs, function, n_devices=2)
 
 
 def paged_operation(platform: str, dtype: jnp.dtype) -> Operation:
@@ -214,18 +218,31 @@ def delta_step_operation(platform: str, dtype: jnp.dtype) -> Operation:
 
     def function(name: str) -> Callable:
         def step(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            *tokens, states = inputs
+            q, k, v, g, beta, states = inputs
             live = jnp.ones((2, 1), bool)
             if name == REFERENCE:
                 return delta.gated_delta(
-                    *tokens,
+                    q,
+                    k,
+                    v,
+                    g,
+                    beta,
                     segments=live.astype(jnp.int32),
                     rules=DECODE,
                     state=states[slots],
                     implementation=name,
                 )
             out, states = delta.gated_delta_step(
-                *tokens, states, slots=slots, live=live, rules=DECODE, implementation=name
+                q,
+                k,
+                v,
+                g,
+                beta,
+                states,
+                slots=slots,
+                live=live,
+                rules=DECODE,
+                implementation=name,
             )
             return out, states[slots]
 
