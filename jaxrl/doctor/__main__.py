@@ -66,7 +66,9 @@ def findings(run_dir: Path, *, with_self_test: bool) -> Iterator[Finding]:
         yield Finding("kernels", operation.name, f"{operation.chosen}: {operation.reason}")
     if with_self_test:
         for operation in all_operations:
+            print(f"jaxrl: testing {operation.name}", file=sys.stderr, flush=True)
             yield from kernel_findings(operation, backend)
+        print("jaxrl: testing a step", file=sys.stderr, flush=True)
         yield from step_findings(backend)
 
 
