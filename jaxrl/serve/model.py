@@ -29,7 +29,7 @@ from jaxrl.runtime.compilation import open_cache
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.tracking.progress import Progress
-from jaxrl.trainer.setup.data import make_renderer
+from jaxrl.trainer.setup.models import make_renderer
 from jaxrl.types import Tree
 from sharding import make_mesh
 
