@@ -27,6 +27,7 @@ from jaxrl.planner.check import (
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.sizes import Job
+from jaxrl.runtime.backend import open_backend
 from jaxrl.runtime.host_memory import keep_freed_memory, physical_memory
 from jaxrl.runtime.multihost import check_all_joined
 from jaxrl.tracking.progress import Progress
@@ -100,11 +101,11 @@ def start_devices(
     cfg: RunConfig, decoder: DecoderConfig, progress: Progress
 ) -> tuple[jnp.dtype, DecoderConfig]:
     """Opens the backend. Returns (dtype, decoder) with "auto" values resolved for its platform."""
+    backend = open_backend()
     check_all_joined()
     check_devices(cfg, jax.device_count(), jax.process_count())
     if keys := offload_keys(cfg):
         check_host_memory(keys)
-    backend = jax.default_backend()
     if backend == "cpu":
         keep_freed_memory()
     dtype, decoder = for_platform(cfg, decoder, backend)
