@@ -232,7 +232,7 @@ def make_kernel(
     ends = (first + start) << POSITION_BITS | (last + start)
     ranges: Any = jnp.where(first > last, 1 << POSITION_BITS, ends).reshape(-1)
 
-    # A block visits the n blocks of its own row: a grid of n B x n pairs, or of n x n B.
+    # A block visits the n blocks of the same row: a grid of n B x n pairs, or of n x n B.
     visited = visible.astype(jnp.int32)
     by_query = visited.reshape(next_keys.shape)
     by_key = visited.swapaxes(0, 1).reshape(next_queries.shape)
