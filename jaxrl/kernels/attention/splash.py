@@ -99,8 +99,8 @@ class SplashBlocks:
         """(mean like q, log Σ exp(score) [B, N, T]); zeros and MASKED without visible keys."""
 
         def attend(rows):
-            *arrays, first, last = rows
-            means = self.forward_rows(*(_join(x) for x in arrays), first, last)
+            (q, k, v), (first, last) = (_join(x) for x in rows[:3]), rows[3:]
+            means = self.forward_rows(q, k, v, first, last)
             return tuple(_split(x, len(first)) for x in means)
 
         return _by_groups(attend, (q, k, v, first, last))
@@ -123,8 +123,9 @@ class SplashBlocks:
         norm = jnp.where(norm > MASKED, norm, 0.0)
 
         def attend(rows):
-            *arrays, first, last = rows
-            grads = self.backward_rows(*(_join(x) for x in arrays), first, last)
+            q, k, v, out, norm, d_out = (_join(x) for x in rows[:6])
+            first, last = rows[6:]
+            grads = self.backward_rows(q, k, v, out, norm, d_out, first, last)
             return tuple(_split(x, len(first)) for x in grads)
 
         return _by_groups(attend, (q, k, v, out, norm, d_out, first, last))
@@ -166,9 +167,9 @@ def _local_attention(kernel: SplashBlocks, q, k, v, segments, window, visibility
     q, k, v = (pad_axis(x, 1, kernel.block).swapaxes(1, 2) for x in (q, k, v))
 
     def attend(rows):
-        *arrays, ranges = rows
+        (q, k, v), ranges = (_join(x) for x in rows[:3]), rows[3]
         of_rows = _one_range if visibility is None else _attend_to_tree
-        return _split(of_rows(kernel, *(_join(x) for x in arrays), ranges), len(ranges.first))
+        return _split(of_rows(kernel, q, k, v, ranges), len(ranges.first))
 
     return _by_groups(attend, (q, k, v, ranges)).swapaxes(1, 2)[:, :T]
 
