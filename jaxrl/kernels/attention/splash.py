@@ -174,7 +174,7 @@ def _local_attention(kernel: SplashBlocks, q, k, v, segments, window, visibility
     return _by_groups(attend, (q, k, v, ranges)).swapaxes(1, 2)[:, :T]
 
 
-def _one_range(kernel: SplashBlocks, q, k, v, ranges: KeyRanges):
+def _one_range(kernel: SplashBlocks, q, k, v, ranges: KeyRanges) -> Any:
     """(q [N, M, H], k and v [K, M, H], ranges of one level) -> [N, M, H]"""
     return make_kernel(kernel.spec, kernel.interpret, ranges.first, ranges.last)(q, k, v)
 
