@@ -212,7 +212,8 @@ def work_of(name: str) -> dict:
     which gather the weights of stacked layers. No other times.
     """
     cfg, machine = config_of(name), topology(SMALL[name][1])
-    decoder = dataclasses.replace(model_shape(cfg.model.path), L=SMALL_LAYERS)
+    decoder = model_shape(cfg.model.path)
+    decoder = dataclasses.replace(decoder, layers=decoder.layers[:SMALL_LAYERS])
     with jax.set_mesh(make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))):
         run = run_programs(cfg, decoder, machine.chip.memory_bytes)
         table = {program: run.table[program] for program in SMALL_PROGRAMS}

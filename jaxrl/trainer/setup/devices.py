@@ -12,6 +12,7 @@ from jaxrl.config.checks.memory import offload_keys
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
 from jaxrl.layout import split_devices, training_mesh
+from jaxrl.learner.xla import check_options
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
@@ -46,11 +47,15 @@ class Policy:
 
 
 def open_policy(host: HostSide) -> Policy:
-    """Opens the backend and sets the mesh of training."""
+    """Opens the backend and sets the mesh of training.
+
+    Raises ValueError if the compiler does not know an option of config.learner.xla.
+    """
     session, cfg, stack = host.session, host.session.cfg, host.session.stack
     dtype, decoder = start_devices(cfg, host.models.decoder, session.progress)
     mesh = training_mesh(cfg)
     stack.enter_context(jax.set_mesh(mesh))
+    check_options(cfg.learner.xla)
     rollout = split_devices(cfg, jax.devices())[1]
     if rollout and mesh.is_multi_process:
         stack.enter_context(hosts.exchange_on(mesh.devices.flatten().tolist()))
