@@ -71,10 +71,9 @@ def test_the_pages_of_models_have_every_family_and_its_settings():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["smollm2", "qwen3_5"])
-def test_the_pages_of_models_are_up_to_date(name):
-    page = (models_page.FOLDER / f"{name}.md").read_text()
-    assert page == models_page.page(models_page.FAMILIES[name]), MODEL_PAGES
+def test_the_page_of_a_model_is_up_to_date():
+    page = (models_page.FOLDER / "smollm2.md").read_text()
+    assert page == models_page.page(models_page.FAMILIES["smollm2"]), MODEL_PAGES
 
 
 @pytest.mark.parametrize("name", ["training_step", "data_flow"])
