@@ -1,6 +1,7 @@
 """The cache of sequences in device memory: a pool of KV pages or of state slots for each layer."""
 
 import dataclasses
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,12 @@ class KVCache:
     v: Tree
     states: StateCache | None = None
 
+    @property
+    def page_len(self) -> int:
+        """Tokens of a page, in models that have layers with attention; else 1."""
+        pools = jax.tree.leaves(self.k)
+        return pools[0].shape[-2] if pools else 1
+
     def layer(self, i: int) -> "KVCache":
         """The cache of layer `i` alone, as that of a model of one layer; for pools in a list."""
         return jax.tree.map(lambda pools: [pools[i]], self, is_leaf=_is_list)
@@ -127,18 +134,22 @@ def init_cache(
     dtype: DTypeLike,
     rules: Rules,
     *,
+    window_pages: Mapping[int, int] | None = None,
     n_slots: int = 0,
     tail_dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
     """A zeroed pool of `n_pages` pages and `n_slots` slots per replica, with heads sharded.
 
-    `dtype` is that of the pages, `tail_dtype` that of the convolutions' inputs.
+    Layers with a window in `window_pages` have that number of pages. `dtype` is that of the pages,
+    `tail_dtype` that of the convolutions' inputs.
     """
-    mixers = [layer.mixer for layer in cfg.layers]
-    n_rows = rules.n_shards("batch") * n_pages
+    sizes = {0: n_pages, **(window_pages or {})}
+    n_replicas = rules.n_shards("batch")
     pages = [
-        (n_rows, mixer.K, page_len, mixer.H) if isinstance(mixer, AttentionConfig) else None
-        for mixer in mixers
+        (n_replicas * of_window(sizes, mixer.window), mixer.K, page_len, mixer.H)
+        if isinstance(mixer, AttentionConfig)
+        else None
+        for mixer in (layer.mixer for layer in cfg.layers)
     ]
     if cfg.stacked and len({shape for shape in pages if shape}) > 1:
         raise ValueError(
@@ -188,6 +199,14 @@ def _pools(
     return jnp.zeros((len(found), *found[0]), dtype, out_sharding=jax.P(None, *spec))
 
 
+def of_window[T](groups: Mapping[int, T], window: int | jax.Array) -> T:
+    """The value for layers with this window: that of the window, or of 0, all tokens.
+
+    A traced window is of layers that differ in it and keep all tokens.
+    """
+    return groups.get(window, groups[0]) if isinstance(window, int) else groups[0]
+
+
 SCALE_DTYPE = jnp.float32  # of quantized pages
 
 
@@ -200,12 +219,20 @@ def page_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype({"auto": dtype, "fp8": jnp.float8_e4m3fn}.get(name, name))
 
 
-def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
-    """Bytes of one page over all layers and devices, keys and values together."""
+def page_bytes(
+    cfg: DecoderConfig, page_len: int, dtype: DTypeLike, windows: Collection[int] = ()
+) -> dict[int, int]:
+    """Bytes of one page over all devices and layers, keys and values together.
+
+    Those of the layers with one of `windows` are under that window, those of all others under 0.
+    """
     scale = jnp.dtype(SCALE_DTYPE).itemsize if is_quantized_dtype(dtype) else 0
     item = jnp.dtype(dtype).itemsize
-    heads = ((mixer.K, mixer.H) for mixer in cfg.attention_layers)
-    return sum(2 * K * page_len * (H * item + scale) for K, H in heads)
+    found = dict.fromkeys((0, *windows), 0)
+    for mixer in cfg.attention_layers:
+        window = mixer.window if mixer.window in found else 0
+        found[window] += 2 * mixer.K * page_len * (mixer.H * item + scale)
+    return found
 
 
 def slot_bytes(cfg: DecoderConfig, tail_dtype: DTypeLike) -> int:

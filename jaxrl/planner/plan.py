@@ -56,7 +56,7 @@ class Plan:
     resident: dict[str, int]
     host_resident: dict[str, int]  # state in host memory
     budget_bytes: int
-    page_bytes: int
+    page_bytes: int  # of all layers
     kv_pages: int
     kv_phases: tuple[str, ...]  # phases in which the KV pages are allocated
     max_concurrent_sequences: int
@@ -67,14 +67,23 @@ class Plan:
     note: str  # `machine_note`
     n_replicas: int  # of the engine
     rollout_weight_bytes: int  # of the weights that it reads
+    # Pages of layers with a window, and bytes of each, by window; of those that keep fewer pages.
+    window_pages: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    limit: str = ""  # of the concurrent sequences: "max_num_seqs" or "memory"
     state_bytes: int = 0  # of the slots of state
     n_rollout_devices: int = 0  # not in `mesh`; 0: the same
     n_workers: int = 0  # that these devices belong to
     pipeline: PipelinePlan | None = None  # None without stages
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV pages."""
+        fewer = ((self.kv_pages - n) * size for n, size in self.window_pages.values())
+        return self.kv_pages * self.page_bytes - sum(fewer)
+
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
-        names = ("host_resident", "state_bytes", "n_rollout_devices", "n_workers")
+        names = ("host_resident", "window_pages", "state_bytes", "n_rollout_devices", "n_workers")
         optional: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.pipeline:
             optional["pipeline"] = dataclasses.asdict(self.pipeline)
@@ -133,7 +142,7 @@ class Memory:
     kv_pages: int
     min_pages: int  # that the run needs
     sequences: int  # that an engine replica can decode at the same time
-    page_bytes: int
+    min_pages_bytes: int
     state_bytes: int  # of the slots of state
     with_pages: frozenset[str]  # programs during which pages and slots are allocated
 
@@ -147,7 +156,7 @@ class Memory:
 
     def needed(self, program: str) -> int:
         """Bytes while a program runs, with the fewest KV pages that the run needs then."""
-        pool = self.state_bytes + self.min_pages * self.page_bytes
+        pool = self.state_bytes + self.min_pages_bytes
         return self.live_bytes[program] + pool * (program in self.with_pages)
 
 
@@ -207,7 +216,12 @@ def assemble_plan(
         resident=run.resident,
         host_resident=run.host_resident,
         budget_bytes=memory.budget_bytes,
-        page_bytes=run.page_bytes,
+        page_bytes=sum(run.pool_bytes.page_bytes.values()),
+        window_pages={
+            window: (n, run.pool_bytes.page_bytes[window])
+            for window, n in run.pool_bytes.window_pages(memory.kv_pages).items()
+        },
+        limit="max_num_seqs" if memory.sequences == run.cfg.rollout.max_num_seqs else "memory",
         state_bytes=run.state_bytes,
         kv_pages=memory.kv_pages,
         kv_phases=tuple(name for name in phases if name in with_pages),
@@ -236,7 +250,9 @@ def _rollout_weight_bytes(run: RunPrograms, programs: dict[str, Program]) -> int
     """Weights that the engine reads: the arguments of decode without the KV pool."""
     if "decode" not in programs:
         return 0
-    return programs["decode"].argument_bytes - run.page_bytes * run.n_pages - run.state_bytes
+    return (
+        programs["decode"].argument_bytes - run.pool_bytes.of_pages(run.n_pages) - run.state_bytes
+    )
 
 
 def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) -> Memory:
@@ -246,9 +262,9 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     rollout.release_kv only programs of the rollout do.
     """
     cfg, engine = run.cfg.rollout, run.engine
-    page_bytes, state_bytes = run.page_bytes, run.state_bytes
+    state_bytes = run.state_bytes
     budget = int(cfg.memory_utilization * chip.memory_bytes)
-    pool_bytes = page_bytes * run.n_pages + state_bytes
+    pool_bytes = run.pool_bytes.of_pages(run.n_pages) + state_bytes
     live = {name: live_bytes(p, run, pool_bytes) for name, p in programs.items()}
     if "policy" in run.cfg.learner.offload:
         state = state_before_offload(run.resident, run.host_resident)
@@ -266,10 +282,11 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     if engine is not None:
         wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq
         peak = max(n_bytes for name, n_bytes in live.items() if name in with_pages)
-        pages = max(min(wanted, (budget - peak - state_bytes) // page_bytes), 0)
+        pages = run.pool_bytes.n_pages_in(budget - peak - state_bytes, wanted)
         min_pages = cfg.n_pages or engine.shapes.max_pages_per_seq
         sequences = min(cfg.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
-    return Memory(budget, live, pages, min_pages, sequences, page_bytes, state_bytes, with_pages)
+    min_bytes = run.pool_bytes.of_pages(min_pages)
+    return Memory(budget, live, pages, min_pages, sequences, min_bytes, state_bytes, with_pages)
 
 
 def _plan_phase(
@@ -321,7 +338,7 @@ def _misfit(cfg: RunConfig, memory: Memory, chip: Chip) -> str:
     )
     if memory.min_pages and name in memory.with_pages:
         source = "rollout.n_pages" if cfg.rollout.n_pages else "one sequence of maximum length"
-        pages_gib = memory.min_pages * memory.page_bytes / 2**30
+        pages_gib = memory.min_pages_bytes / 2**30
         reason += f"; the {memory.min_pages} KV pages of {source} take {pages_gib:.2f} GiB more"
     if memory.state_bytes and name in memory.with_pages:
         gib = memory.state_bytes / 2**30

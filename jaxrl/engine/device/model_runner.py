@@ -67,7 +67,11 @@ class ModelRunner:
         self._static: dict[str, dict[str, Any]] = {  # arguments of the programs
             "prefill": model,
             "mixed": samples,
-            "copy_pages": {"rules": pool.rules, "stacked": pool.cfg.stacked},
+            "copy_pages": {
+                "rules": pool.rules,
+                "stacked": pool.cfg.stacked,
+                "windows": tuple(layer.mixer.window for layer in pool.cfg.layers),
+            },
             "copy_states": {"rules": pool.rules, "stacked": pool.cfg.stacked},
             "decode": samples | decodes,
         }
@@ -118,9 +122,10 @@ class ModelRunner:
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
-        padding = (0, self._n_pages())
+        padding = (0, self._n_pages()) * len(self.shapes.windows)
         rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
-        pairs = np.array([row or padding for row in rows], np.int32).T
+        columns = np.array([row or padding for row in rows], np.int32).T
+        pairs = (dict(zip(self.shapes.windows, columns[i::2], strict=True)) for i in (0, 1))
         with self._call("copy", COPIES_PER_CALL):
             cache = self.allocated_cache()
             self.cache = programs.copy_pages(cache, *pairs, **self._static["copy_pages"])
@@ -211,7 +216,9 @@ class ModelRunner:
         """The inputs of a program without rows."""
         kind, bucket, adjusted = program
         if kind in COPIES:
-            return (np.zeros(self.pool.n_replicas * bucket, np.int32),) * 2
+            ids = np.zeros(self.pool.n_replicas * bucket, np.int32)
+            by_window = dict.fromkeys(self.shapes.windows, ids)
+            return (by_window if kind == "copy_pages" else ids,) * 2
         if kind == "prefill":
             return (self._prefill_batch([], bucket),)
         if kind == "mixed":
