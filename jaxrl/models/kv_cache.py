@@ -1,6 +1,7 @@
 """The cache of sequences in device memory: a pool of KV pages or of state slots for each layer."""
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping
 
 import jax
@@ -56,18 +57,32 @@ def _state_specs(rules: Rules) -> StateCache:
     return StateCache(tail, tail, rules.spec("batch", "heads", None, None))
 
 
+@dataclasses.dataclass(frozen=True)
+class JoinedPools:
+    """The places of layers with different numbers of pages in one array, layer after layer."""
+
+    windows: tuple[int, ...]  # of each layer
+    sizes: tuple[int, ...]  # pages of each layer of a replica
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first page of each layer, and the number of all pages."""
+        return tuple(itertools.accumulate(self.sizes, initial=0))
+
+
 @struct.dataclass
 class KVCache:
     """Head-major pages: [P, K, page_len, H] of every layer with attention, and slots of the others.
 
     They are in a list of all layers, with None for those of the other kind, or stacked with a
-    leading axis of the layers of their kind. Quantized caches hold a `Quantized` of the pages, with
-    a scale per head and token.
+    leading axis of the layers of their kind. If stacked layers differ in P, their pages are joined
+    on that axis. Quantized caches hold a `Quantized` of the pages, with a scale per head and token.
     """
 
     k: Tree
     v: Tree
     states: StateCache | None = None
+    joined: JoinedPools | None = struct.field(pytree_node=False, default=None)
 
     @property
     def page_len(self) -> int:
@@ -95,6 +110,8 @@ class KVCache:
         Stacked pools return the pages of all layers, because slicing out one layer would copy it. A
         list contains one layer, and `layer` is None.
         """
+        if self.joined is not None:
+            return self.k, self.v, jnp.asarray(self.joined.starts)[layer]
 
         def pages(pools: jax.Array | list[jax.Array]) -> jax.Array:
             if isinstance(pools, list):
@@ -109,6 +126,8 @@ class KVCache:
 
     def with_pages(self, k: Tree, v: Tree, rules: Rules) -> "KVCache":
         """The cache with the pages of `layer_pages` replaced by their updated values."""
+        if self.joined is not None:
+            return dataclasses.replace(self, k=k, v=v)
 
         def replace_pages(
             pools: jax.Array | list[jax.Array], pages: jax.Array
@@ -151,7 +170,8 @@ def init_cache(
         else None
         for mixer in (layer.mixer for layer in cfg.layers)
     ]
-    if cfg.stacked and len({shape for shape in pages if shape}) > 1:
+    found = [shape for shape in pages if shape]
+    if cfg.stacked and len({shape[1:] for shape in found}) > 1:
         raise ValueError(
             f"layers of this {cfg.family} model differ in their kv heads or head size, so their "
             "KV pages cannot be stacked; set config.model.layers='list'"
@@ -166,7 +186,11 @@ def init_cache(
         return Quantized(_pools(cfg, pages, dtype, spec), scale)
 
     states = _state_pools(cfg, rules, n_slots, tail_dtype) if cfg.delta_layers else None
-    return KVCache(k=layer_pools(), v=layer_pools(), states=states)
+    joined = None
+    if cfg.stacked and len(set(found)) > 1:
+        windows = tuple(mixer.window for mixer in cfg.attention_layers)
+        joined = JoinedPools(windows, tuple(of_window(sizes, window) for window in windows))
+    return KVCache(k=layer_pools(), v=layer_pools(), states=states, joined=joined)
 
 
 def _state_pools(
@@ -190,12 +214,15 @@ def _state_pools(
 def _pools(
     cfg: DecoderConfig, shapes: list[tuple[int, ...] | None], dtype: DTypeLike, spec: jax.P
 ) -> Tree:
-    """Zeroed pools of the layers with a shape: in a list of all layers, or stacked."""
+    """Zeroed pools of the layers with a shape: in a list of all layers, stacked, or joined."""
     if not cfg.stacked:
         return [None if s is None else jnp.zeros(s, dtype, out_sharding=spec) for s in shapes]
     found = [shape for shape in shapes if shape is not None]
     if not found:
         return None
+    if len(set(found)) > 1:
+        n_rows = sum(shape[0] for shape in found)
+        return jnp.zeros((n_rows, *found[0][1:]), dtype, out_sharding=spec)
     return jnp.zeros((len(found), *found[0]), dtype, out_sharding=jax.P(None, *spec))
 
 
@@ -205,6 +232,21 @@ def of_window[T](groups: Mapping[int, T], window: int | jax.Array) -> T:
     A traced window is of layers that differ in it and keep all tokens.
     """
     return groups.get(window, groups[0]) if isinstance(window, int) else groups[0]
+
+
+def of_layer(
+    groups: Mapping[int, jax.Array],
+    window: int | jax.Array,
+    layer: jax.Array | None,
+    cache: KVCache,
+) -> jax.Array:
+    """`of_window` of a layer; in joined pools `layer` chooses among arrays of one shape."""
+    if cache.joined is None:
+        return of_window(groups, window)
+    keys = list(groups)
+    places = [keys.index(w) if w in keys else keys.index(0) for w in cache.joined.windows]
+    chosen = jnp.asarray(places)[layer]
+    return jax.lax.dynamic_index_in_dim(jnp.stack(list(groups.values())), chosen, keepdims=False)
 
 
 SCALE_DTYPE = jnp.float32  # of quantized pages

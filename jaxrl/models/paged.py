@@ -19,7 +19,7 @@ from jaxrl.kernels.gated_delta.pool import (
 )
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.kv_cache import KVCache, StateCache, of_window
+from jaxrl.models.kv_cache import KVCache, StateCache, of_layer
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from sharding import Rules
 
@@ -148,8 +148,8 @@ class PagedRows:
                 v_pages,
                 keys,
                 values,
-                of_window(group.pages, window) + first,
-                of_window(group.written, window),
+                of_layer(group.pages, window, index, state) + first,
+                of_layer(group.written, window, index, state),
                 rules=self.rules,
             )
         outs = []
@@ -161,7 +161,7 @@ class PagedRows:
                     k_pages,
                     v_pages,
                     spec=spec,
-                    page_table=of_window(group.pages, window) + first,
+                    page_table=of_layer(group.pages, window, index, state) + first,
                     positions=group.positions,
                     window=window,
                     implementation=self.implementation,

@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 def window_page_counts(cfg: DecoderConfig, rollout: RolloutConfig, max_len: int) -> dict[int, int]:
     """Pages of a running sequence in layers with a window, by window.
 
-    Only windows with fewer pages than a sequence of `max_len` tokens, and none for models of which
-    every layer keeps all pages: those with states, and stacked layers of several windows.
+    Only windows with fewer pages than a sequence of `max_len` tokens. Models with states keep all
+    pages in every layer.
     """
     page_len, n_steps = rollout.page_len, rollout.steps_per_dispatch * (1 + rollout.spec_tokens)
     windows = sorted({mixer.window for mixer in cfg.attention_layers})
-    if cfg.delta_layers or (cfg.stacked and len(windows) > 1):
+    if cfg.delta_layers:
         return {}
     counts = {window: -(-(window + n_steps) // page_len) + 1 for window in windows if window}
     return {window: n for window, n in counts.items() if n < -(-max_len // page_len)}
@@ -54,7 +54,8 @@ class PoolBytes:
     """Bytes of a replica's KV pages on one device, by the number of its pages.
 
     Layers with a window have fewer. Their pools are sized for the sequences that fill the others at
-    half of the maximum length, and the prefill of one sequence of maximum length.
+    half of the maximum length, and the prefill of one sequence of maximum length. If all layers
+    have a window, pages are numbers on the host, as many as sequences of maximum length need.
     """
 
     page_bytes: Mapping[int, int]  # of one page by window, 0: of the layers that keep all tokens
@@ -64,7 +65,8 @@ class PoolBytes:
 
     def window_pages(self, n_pages: int) -> dict[int, int]:
         """Pages of layers with a window, by window."""
-        n_seqs = min(-(-2 * n_pages // self.max_pages_per_seq), self.max_num_seqs)
+        fills = n_pages * (2 if self.page_bytes.get(0) else 1)
+        n_seqs = min(-(-fills // self.max_pages_per_seq), self.max_num_seqs)
         return {
             window: min(n_seqs * count + self.max_pages_per_seq, n_pages)
             for window, count in self.counts.items()

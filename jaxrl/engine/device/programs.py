@@ -19,7 +19,7 @@ from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.kv_cache import KVCache, of_window
+from jaxrl.models.kv_cache import JoinedPools, KVCache, of_window
 from jaxrl.models.paged import PageTables, PrefillSlots, forward_mixed, forward_paged
 from jaxrl.types import Tree
 from sharding import Rules
@@ -76,6 +76,10 @@ def per_replica(
     return run
 
 
+def _cache_axis(params: Decoder, cache: KVCache) -> int:
+    return int(params.cfg.stacked and cache.joined is None)
+
+
 @functools.partial(engine_program, static_argnames=("rules", "implementation"))
 @jax.named_scope("rollout")
 def prefill(
@@ -102,7 +106,7 @@ def prefill(
         )
         return cache
 
-    run = per_replica(prefill_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=1)
+    run = per_replica(prefill_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1)
     return run(params, cache, batch)
 
 
@@ -154,7 +158,7 @@ def mixed(
         return cache, out
 
     run = per_replica(
-        mixed_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=2, returns_output=True
+        mixed_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=2, returns_output=True
     )
     cache, out = run(params, cache, prefilled, batch)
     return cache, jax.reshard(out, jax.P())
@@ -173,12 +177,15 @@ def copy_pages(
 ) -> KVCache:
     """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding.
 
-    The pages are by window, as `PageTables`; `windows` has that of each layer. Stacked layers with
-    different ones keep all tokens.
+    The pages are by window, as `PageTables`; `windows` has that of each layer.
     """
-    lead = (slice(None),) if stacked else ()
+    joined = cache.joined
+    lead = (slice(None),) if stacked and joined is None else ()
 
     def copy_one(_, cache: KVCache, sources, targets) -> KVCache:
+        if joined is not None:
+            sources, targets = ({0: _in_joined(ids, joined)} for ids in (sources, targets))
+
         def copied(pages: KVCache, window: int) -> KVCache:
             source, target = of_window(sources, window), of_window(targets, window)
 
@@ -191,7 +198,9 @@ def copy_pages(
             return jax.tree.map(copy, pages)
 
         pages = dataclasses.replace(cache, states=None)
-        if stacked:
+        if joined is not None:
+            pages = copied(pages, 0)
+        elif stacked:
             pages = copied(pages, windows[0])
         else:
             for i, window in enumerate(windows):
@@ -200,6 +209,16 @@ def copy_pages(
 
     run = per_replica(copy_one, rules, cache_axis=len(lead), n_inputs=2)
     return run(None, cache, sources, targets)
+
+
+def _in_joined(ids: dict[int, Int[Array, "n"]], joined: JoinedPools) -> Int[Array, "m"]:
+    """The pages of all layers in joined pools; past their end if past that of a layer."""
+    *starts, end = joined.starts
+    rows = []
+    for window, size, start in zip(joined.windows, joined.sizes, starts, strict=True):
+        page = of_window(ids, window)
+        rows.append(jnp.where(page < size, start + page, end))
+    return jnp.concatenate(rows)
 
 
 @functools.partial(engine_program, static_argnames=("rules", "stacked"))
@@ -270,7 +289,7 @@ def decode(
         )
 
     run = per_replica(
-        decode_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=1, returns_output=True
+        decode_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1, returns_output=True
     )
     cache, out = run(params, cache, batch)
     return cache, jax.reshard(out, jax.P())
