@@ -377,7 +377,7 @@ class PagedEngine:
             n_running=sum(map(len, seqs)),
             n_waiting=self.scheduler.n_waiting,
             batch_size=len(output.tokens),
-            cache_used=self.scheduler.n_pages_used / self.scheduler.n_pages,
+            cache_used=self.scheduler.cache_utilization,
         )
         self._stats.add_tokens(
             n_tokens=output.n_tokens,

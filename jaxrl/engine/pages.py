@@ -109,6 +109,12 @@ class PagePool:
         return self.n_pages - self._n_unreferenced
 
     @property
+    def utilization(self) -> float:
+        """Fraction of the pages in use, of the group of layers where it is largest."""
+        windows = (1 - window.n_free / window.n_pages for window in self.windows)
+        return max([self.n_used / self.n_pages, *windows])
+
+    @property
     def _n_unreferenced(self) -> int:
         return len(self._empty) + len(self._cached)
 
