@@ -30,12 +30,11 @@ from jaxrl.planner.compilation import compile_programs, machine_note, trip_count
 from jaxrl.planner.compiled.timeline import Collective, collective_seconds
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.options import read
+from jaxrl.planner.memory import divide_memory, live_bytes
 from jaxrl.planner.plan import (
     Plan,
     assemble_plan,
     calls_per_step,
-    divide_memory,
-    live_bytes,
     make_plan,
     mixed_dispatches,
     roofline,
