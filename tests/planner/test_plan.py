@@ -28,9 +28,9 @@ from jaxrl.planner import topology as topologies
 from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.planner.compilation import compile_programs, machine_note, trip_counts
 from jaxrl.planner.compiled.timeline import Collective, collective_seconds
+from jaxrl.planner.memory import divide_memory, live_bytes
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.options import read
-from jaxrl.planner.memory import divide_memory, live_bytes
 from jaxrl.planner.plan import (
     Plan,
     assemble_plan,
