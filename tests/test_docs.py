@@ -30,6 +30,7 @@ GENERATED = ROOT / "docs" / "reference" / "api"  # a build of the site writes it
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent != GENERATED),
 ]
 MODEL_PAGES = "run: python -m scripts.pages.models"

@@ -122,21 +122,25 @@ class ModelRunner:
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
-        padding = (0, self._n_pages()) * len(self.shapes.windows)
-        rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
-        columns = np.array([row or padding for row in rows], np.int32).T
-        pairs = (dict(zip(self.shapes.windows, columns[i::2], strict=True)) for i in (0, 1))
-        with self._call("copy", COPIES_PER_CALL):
-            cache = self.allocated_cache()
-            self.cache = programs.copy_pages(cache, *pairs, **self._static["copy_pages"])
+        windows = self.shapes.windows
+        columns = self._columns(copies, padding=(0, self._n_pages()) * len(windows))
+        pairs = (dict(zip(windows, columns[i::2], strict=True)) for i in (0, 1))
+        self._copy("copy_pages", *pairs)
 
     def copy_states(self, copies: list[list[StateCopy]]) -> None:
         """Copies up to COPIES_PER_CALL states of each replica."""
+        self._copy("copy_states", *self._columns(copies, padding=(0, 0)))
+
+    def _columns(
+        self, copies: list[list[PageCopy]] | list[list[StateCopy]], *, padding: tuple[int, ...]
+    ) -> np.ndarray:
         rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
-        pairs = np.array([row or (0, 0) for row in rows], np.int32).T
-        with self._call("copy_states", COPIES_PER_CALL):
+        return np.array([row or padding for row in rows], np.int32).T
+
+    def _copy(self, kind: str, sources: Tree, targets: Tree) -> None:
+        with self._call(kind, COPIES_PER_CALL):
             cache = self.allocated_cache()
-            self.cache = programs.copy_states(cache, *pairs, **self._static["copy_states"])
+            self.cache = getattr(programs, kind)(cache, sources, targets, **self._static[kind])
 
     def decode(
         self,
@@ -176,7 +180,7 @@ class ModelRunner:
         prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
         mixed = [Dispatch("mixed", shapes.prefill_buckets[-1], v) for v in variants if shapes.mixed]
         decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
-        kinds = ("copy_pages", "copy_states") if shapes.states else ("copy_pages",)
+        kinds = COPIES if shapes.states else COPIES[:1]
         copies = [Dispatch(kind, COPIES_PER_CALL) for kind in kinds]
         return [*prefill, *mixed, *copies, *decode]
 
