@@ -186,7 +186,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             layer_params=sum(leaf.size for leaf in jax.tree.leaves(params.layers)),
             head_params=params.unembed.size,
             param_bytes=params.embed.dtype.itemsize,
-            key_bytes=page_bytes(cfg, 1, engine.pool.dtype),
+            key_bytes=sum(page_bytes(cfg, 1, engine.pool.dtype).values()),
             key_flops=4 * cfg.score_features,
             state_bytes=slot_bytes(cfg, engine.pool.dtype),
         )

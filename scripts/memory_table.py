@@ -30,8 +30,8 @@ from jaxrl.config.resolve import resolve
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.call_times import serial_seconds
 from jaxrl.planner.compilation import ProgramTooLarge, compile_programs
+from jaxrl.planner.memory import live_bytes
 from jaxrl.planner.model_shape import model_shape
-from jaxrl.planner.plan import live_bytes
 from jaxrl.planner.programs import Lengths, run_programs
 from jaxrl.planner.topology import Topology, topology
 from sharding import make_mesh

@@ -94,6 +94,7 @@ class Prefix:
     replica: int = 0  # replica whose pool holds the pages
     adapter: int = 0  # with which the KV was computed; 0 = the base model
     state: int = 0  # slot of the state after these tokens, for models with one
+    first: tuple[int, ...] = ()  # by window, index of the first page that the next token sees
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,12 +21,18 @@ from jaxrl.engine.device.batches import (
     stop_ids,
 )
 from jaxrl.engine.device.decode_loop import DecodeOutput
-from jaxrl.engine.device.kv_pool import KVPoolSpec, check_speculation, n_state_slots
+from jaxrl.engine.device.kv_pool import (
+    KVPoolSpec,
+    check_speculation,
+    n_state_slots,
+    window_page_counts,
+)
 from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRunner
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
 from jaxrl.engine.scheduler import Scheduler
 from jaxrl.engine.states import StateSlots
+from jaxrl.engine.windows import WindowPages
 from jaxrl.engine.work import DeviceWork, PrefillChunk, Sequence
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kv_cache import page_dtype
@@ -73,6 +79,9 @@ class PagedEngine:
             rollout.page_len,
             page_dtype(rollout.kv_dtype, dtype),
             rules,
+            window_page_counts(cfg, rollout, max_len),
+            rollout.max_num_seqs,
+            -(-max_len // rollout.page_len),
             n_slots=n_state_slots(cfg, rollout),
             tail_dtype=dtype,
         )
@@ -241,9 +250,7 @@ class PagedEngine:
         """The schedulers of the replicas on the current mesh."""
         if self._scheduler is None:
             # The same number after every release: programs are compiled for it.
-            self._n_pages = self._n_pages or self.pool.n_pages(
-                self.rollout, max_len=self.max_len, max_pages_per_seq=self.shapes.max_pages_per_seq
-            )
+            self._n_pages = self._n_pages or self.pool.n_pages(self.rollout, max_len=self.max_len)
             self._scheduler = ReplicaScheduler(
                 [self._new_scheduler(self._n_pages) for _ in range(self.pool.n_replicas)]
             )
@@ -251,8 +258,12 @@ class PagedEngine:
 
     def _new_scheduler(self, n_pages: int) -> Scheduler:
         rollout, n_slots = self.rollout, self.pool.n_slots
+        windows = [
+            WindowPages(n, rollout.page_len, window)
+            for window, n in self.pool.window_pages(n_pages).items()
+        ]
         return Scheduler(
-            PagePool(n_pages, rollout.page_len, keep=rollout.prefix_cache),
+            PagePool(n_pages, rollout.page_len, keep=rollout.prefix_cache, windows=windows),
             max_num_seqs=rollout.max_num_seqs,
             steps_per_dispatch=rollout.steps_per_dispatch * (1 + rollout.spec_tokens),
             max_len=self.max_len,
@@ -366,7 +377,7 @@ class PagedEngine:
             n_running=sum(map(len, seqs)),
             n_waiting=self.scheduler.n_waiting,
             batch_size=len(output.tokens),
-            cache_used=self.scheduler.n_pages_used / self.scheduler.n_pages,
+            cache_used=self.scheduler.cache_utilization,
         )
         self._stats.add_tokens(
             n_tokens=output.n_tokens,
@@ -394,8 +405,8 @@ class PagedEngine:
             raise ValueError(f"{n} tokens have a bias, at most {MAX_BIAS} are supported")
 
 
-def _in_calls(copy: Callable, copies: list[list[tuple[int, int]]]) -> None:
-    """Copies the pairs of each replica, as many in one call as it takes."""
+def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
+    """Makes the copies of each replica, as many in one call as it takes."""
     for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
         copy([own[i : i + COPIES_PER_CALL] for own in copies])
 

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrl.engine.windows import WindowPages
+
 ROOT = -1  # parent of the first page of a sequence of the base model
+FREED = -1  # in a page table: no page; kernels read any in its place, and mask what they read
 
 
 class OutOfPages(RuntimeError):
@@ -77,10 +80,17 @@ class PagePool:
     A sequence that references a page also references all its ancestors, and releases run from the
     last page to the first. So a page is always released before its ancestors: the least recently
     used page is a leaf, and can be evicted.
+
+    Layers that see all tokens have a device page of the same number for every page. The layers of
+    one of `windows` have device pages only for the pages that a sequence still sees: those from the
+    index `first[w]` on.
     """
 
-    def __init__(self, n_pages: int, page_len: int, *, keep: bool = True):
+    def __init__(
+        self, n_pages: int, page_len: int, *, keep: bool = True, windows: Sequence[WindowPages] = ()
+    ):
         self.n_pages, self.page_len, self.keep = n_pages, page_len, keep
+        self.windows = tuple(windows)
         # Called with every page whose tokens are not known any more.
         self.on_remove: Callable[[int], None] = lambda page: None
         self._empty = list(range(n_pages - 1, -1, -1))  # unreferenced and not in the tree
@@ -90,12 +100,23 @@ class PagePool:
 
     @property
     def n_free(self) -> int:
-        """Unreferenced pages, cached ones included: what `allocate` can return."""
-        return len(self._empty) + len(self._cached)
+        """Pages that `allocate` can return: unreferenced ones, cached ones included."""
+        return min([self._n_unreferenced, *(window.n_free for window in self.windows)])
 
     @property
     def n_used(self) -> int:
-        return self.n_pages - self.n_free
+        """Referenced pages."""
+        return self.n_pages - self._n_unreferenced
+
+    @property
+    def utilization(self) -> float:
+        """Fraction of the pages in use, of the group of layers where it is largest."""
+        windows = (1 - window.n_free / window.n_pages for window in self.windows)
+        return max([self.n_used / self.n_pages, *windows])
+
+    @property
+    def _n_unreferenced(self) -> int:
+        return len(self._empty) + len(self._cached)
 
     def pages_for(self, n_tokens: int) -> int:
         """Number of pages that `n_tokens` tokens occupy."""
@@ -112,22 +133,38 @@ class PagePool:
             least_recently_used = next(iter(self._cached))
             del self._cached[least_recently_used]
             self._remove(least_recently_used)
-            self._empty.append(least_recently_used)
+            self._make_empty(least_recently_used)
         pages = [self._empty.pop() for _ in range(n)]
         for page in pages:
             self._ref_counts[page] = 1
+        for window in self.windows:
+            window.reference(pages)
         return pages
 
-    def share(self, pages: Sequence[int]) -> list[int]:
+    def share(self, pages: Sequence[int], first: Sequence[int] = ()) -> list[int]:
         """Adds a reference to each of these pages, which must be referenced or cached."""
-        for page in pages:
-            assert self._ref_counts[page] > 0 or page in self._cached, f"page {page} is free"
-            self._cached.pop(page, None)
-            self._ref_counts[page] += 1
+        self._share(pages)
+        for window, i in zip(self.windows, first, strict=True):
+            window.reference(pages[i:])
         return list(pages)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Drops one reference to each of these pages, given in the order of their sequence."""
+    def take(self, shared: Sequence[int], n_new: int, first: Sequence[int] = ()) -> list[int]:
+        """`share` and `allocate` together. Raises OutOfPages and then changes nothing."""
+        n_cached = sum(page in self._cached for page in shared)
+        free = [self._n_unreferenced - n_cached]
+        for window, i in zip(self.windows, first, strict=True):
+            free.append(window.n_free - window.n_taken(shared[i:]))
+        if min(free) < n_new:
+            raise OutOfPages(f"{n_new} pages requested, {free} are free in the groups of layers")
+        return self.share(shared, first) + self.allocate(n_new)
+
+    def release(self, pages: Sequence[int], first: Sequence[int] | None = None) -> None:
+        """Drops one reference to each of these pages, given in the order of their sequence.
+
+        Without `first`, those to device pages have been dropped before.
+        """
+        if first is not None:
+            self.release_windows(pages, first)
         for page in reversed(pages):
             assert self._ref_counts[page] > 0, f"page {page} is free already"
             self._ref_counts[page] -= 1
@@ -138,7 +175,50 @@ class PagePool:
                 else:
                     if in_tree:
                         self._remove(page)
-                    self._empty.append(page)
+                    self._make_empty(page)
+
+    def release_windows(self, pages: Sequence[int], first: Sequence[int]) -> None:
+        """Drops the references of a sequence to its device pages."""
+        for window, i in zip(self.windows, first, strict=True):
+            window.release(pages[i:])
+
+    def slide(self, pages: Sequence[int], first: Sequence[int], n_tokens: int) -> tuple[int, ...]:
+        """Releases the device pages that no token after `n_tokens` sees. Returns the new `first`.
+
+        Those of pages in the prefix tree stay cached.
+        """
+        moved = []
+        for window, i in zip(self.windows, first, strict=True):
+            moved.append(max(window.first(n_tokens), i))
+            passed = pages[i : moved[-1]]
+            window.release(passed)
+            for page in passed:
+                if page not in self._tree:
+                    window.forget(page)
+        return tuple(moved)
+
+    def n_visible(self, pages: list[int]) -> int:
+        """The longest prefix of these pages whose next token finds all device pages it sees."""
+        return next(n for n in range(len(pages), -1, -1) if self.visible(pages[:n]))
+
+    def visible(self, pages: list[int], n_tokens: int | None = None) -> bool:
+        """Whether the token after these pages, or `n_tokens`, finds all device pages it sees."""
+        n = len(pages) * self.page_len if n_tokens is None else n_tokens
+        return not any(window.missing(pages[window.first(n) :]) for window in self.windows)
+
+    def device_pages(self, page: int) -> tuple[int, ...]:
+        """The device pages of a page, all of which it has: without a window, then by window."""
+        return (page, *(window.device_page(page) for window in self.windows))
+
+    def tables(self, pages: Sequence[int], first: Sequence[int]) -> dict[int, list[int]]:
+        """The device pages of a sequence by window; 0 is that of the layers without one.
+
+        FREED is in the place of pages that no sequence sees.
+        """
+        found = {0: list(pages)}
+        for window, i in zip(self.windows, first, strict=True):
+            found[window.window] = [FREED] * i + [window.device_page(p) for p in pages[i:]]
+        return found
 
     def add_prefix(self, tokens: np.ndarray, pages: Sequence[int], adapter: int = 0) -> list[int]:
         """Adds the pages that hold the KV of int32 `tokens`, from position 0 on, to the tree.
@@ -158,7 +238,11 @@ class PagePool:
             elif same != page:
                 if page in self._tree:
                     self._remove(page)
-                pages[i : i + 1] = self.share([same])
+                if len(page_tokens) == self.page_len * ITEM:
+                    for window in self.windows:
+                        window.move(page, same)
+                self._share([same])
+                pages[i] = same
                 self.release([page])
             parent = pages[i]
         return pages
@@ -179,6 +263,19 @@ class PagePool:
         self._tree = PrefixTree()
         self._empty += self._cached
         self._cached.clear()
+        for window in self.windows:
+            window.reset()
+
+    def _share(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            assert self._ref_counts[page] > 0 or page in self._cached, f"page {page} is free"
+            self._cached.pop(page, None)
+            self._ref_counts[page] += 1
+
+    def _make_empty(self, page: int) -> None:
+        self._empty.append(page)
+        for window in self.windows:
+            window.forget(page)
 
     def _remove(self, page: int) -> None:
         self._tree.remove(page)
@@ -197,6 +294,11 @@ ITEM = np.dtype(np.int32).itemsize
 def root(adapter: int) -> int:
     """The parent of the first page of a sequence that uses this adapter."""
     return ROOT - adapter
+
+
+def read_only(page: int) -> int:
+    """The entry of a page table by which prefill reads a page and writes nothing to it."""
+    return FREED - 1 - page
 
 
 def _n_common(a: bytes, b: bytes) -> int:

@@ -1,12 +1,21 @@
 """Prefill of sequences: the pages and the state that they find, and the rows that they compute."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.engine.pages import ITEM, OutOfPages, PagePool, PrefixMatch, root
+from jaxrl.engine.pages import (
+    FREED,
+    ITEM,
+    OutOfPages,
+    PagePool,
+    PrefixMatch,
+    read_only,
+    root,
+)
 from jaxrl.engine.states import ZERO, StateSlots
-from jaxrl.engine.work import DeviceWork, PrefillChunk
+from jaxrl.engine.work import DeviceWork, PageCopy, PrefillChunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,9 +23,14 @@ class CachedPrefix:
     """Pages of a sequence, and how many of its first tokens need no computation."""
 
     pages: list[int]
+    first: tuple[int, ...]  # by window, index of the first page that the token after `start` sees
+    n_shared: int  # pages that are shared: their KV is not written
+    # By window, shared pages that had no device page: their KV is written in its layers.
+    fresh: tuple[list[int], ...]
     n_found: int  # tokens whose KV is in the prefix tree
     n_cached: int  # tokens whose KV is in the pages
-    start: int  # tokens to skip in prefill; fewer than `n_cached` if a state is missing
+    # Tokens to skip in prefill; fewer than `n_cached` if a state or device pages are missing.
+    start: int
     source: int  # slot of the state after `start` tokens
     state: int  # the sequence's own slot
 
@@ -49,29 +63,48 @@ class PrefillPlanner:
         start, source = len(tokens), ZERO
         if self.states is not None:
             start, source = self._find_state(self.states, tokens, found, adapter, plan)
-        pages = pool.share(found.pages)
-        try:
-            n_new = max(pool.pages_for(n_tokens), pool.pages_for(len(tokens))) - len(pages)
-            pages += pool.allocate(n_new)
-        except OutOfPages:
-            pool.release(pages)
-            raise
+        n_shared, n_cached = len(found.pages), len(found.pages) * pool.page_len
+        n_found = n_cached + found.n_partial
+        copied = self._copies_partial(found, start, len(tokens), plan)
+        partial = pool.device_pages(found.partial) if copied else ()
+        if copied:
+            n_cached = n_found
+        else:
+            start = min(start, pool.n_visible(found.pages) * pool.page_len)
+        start = min(start, n_cached)
+        first = tuple(window.first(start) for window in pool.windows)
+        in_windows = [found.pages[i:] for i in first]
+        fresh = tuple(
+            window.missing(pages) for window, pages in zip(pool.windows, in_windows, strict=True)
+        )
+        n_pages = max(pool.pages_for(n_tokens), pool.pages_for(len(tokens)))
+        pages = pool.take(found.pages, n_pages - n_shared, first)
         state = self.allocate_state(pages, plan)
-        n_cached = len(found.pages) * pool.page_len
-        # Copies run before prefill, which writes after the copied tokens, and before a copied page
-        # that `allocate` evicted is reused. A page that this plan's prefill still has to write is
-        # copied after it, and only if nothing is left to compute.
+        if copied:
+            late = found.partial in plan.prefilled_pages
+            copies = plan.post_prefill_copies if late else plan.copies
+            copies.append(page_copy(partial, pool.device_pages(pages[n_shared])))
+        return CachedPrefix(pages, first, n_shared, fresh, n_found, n_cached, start, source, state)
+
+    def _copies_partial(
+        self, found: PrefixMatch, start: int, n_tokens: int, plan: DeviceWork
+    ) -> bool:
+        """Whether to copy the page that matches in part.
+
+        Copies run before prefill, which writes after the copied tokens, and before a copied page
+        that an allocation evicted is reused. A page that this plan's prefill still has to write is
+        copied after it, and only if nothing is left to compute.
+        """
+        n_cached = len(found.pages) * self.pool.page_len
+        n_found = n_cached + found.n_partial
         unwritten = found.partial in plan.prefilled_pages
-        complete = n_cached + found.n_partial == len(tokens)
-        finished = complete and start == len(tokens)
+        complete = n_found == n_tokens
+        finished = complete and start == n_tokens
         needed = self.states is not None and start > n_cached
         worth = complete or needed or found.n_partial >= self._min_copied_tokens
-        if found.n_partial and (finished or (worth and not unwritten)):
-            copies = plan.post_prefill_copies if unwritten else plan.copies
-            copies.append((found.partial, pages[len(found.pages)]))
-            n_cached += found.n_partial
-        n_found = len(found.pages) * pool.page_len + found.n_partial
-        return CachedPrefix(pages, n_found, n_cached, min(start, n_cached), source, state)
+        if not found.n_partial or not (finished or (worth and not unwritten)):
+            return False
+        return self.pool.visible([*found.pages, found.partial], n_found)
 
     def _find_state(
         self,
@@ -116,6 +149,21 @@ class PrefillPlanner:
             self.pool.release(pages)
             raise
 
+    def shorten(self, found: CachedPrefix, n_pages: int) -> CachedPrefix:
+        """The same with the first `n_pages` pages, more than `start` needs; releases the others."""
+        rest = found.pages[n_pages:]
+        self.pool.release(rest, [0] * len(self.pool.windows))
+        fresh = []
+        for window, pages in zip(self.pool.windows, found.fresh, strict=True):
+            for page in pages:
+                if page in rest:
+                    window.forget(page)
+            fresh.append([page for page in pages if page not in rest])
+        n_shared = min(found.n_shared, n_pages)
+        return dataclasses.replace(
+            found, pages=found.pages[:n_pages], n_shared=n_shared, fresh=tuple(fresh)
+        )
+
     def prefill(
         self,
         tokens: np.ndarray,
@@ -127,6 +175,7 @@ class PrefillPlanner:
     ) -> None:
         """Adds the prefill of the tokens that are not found to the plan."""
         page_len = self.pool.page_len
+        plan.prefilled_pages.update(*found.fresh)
         if found.n_found < len(tokens):
             plan.prefilled_pages.update(
                 found.pages[found.n_cached // page_len : self.pool.pages_for(len(tokens))]
@@ -176,11 +225,20 @@ class PrefillPlanner:
     ) -> None:
         """Adds the tokens from `start` on to the plan's prefill."""
         if start < len(tokens):
-            chunk = PrefillChunk(
-                tokens[start:], start, found.pages, adapter, source, target, found.n_cached
+            tables = self._tables(found)
+            plan.prefill.append(
+                PrefillChunk(tokens[start:], start, tables, adapter, source, target)
             )
-            plan.prefill.append(chunk)
             plan.row_budget -= -(-(len(tokens) - start) // self.row_len)
+
+    def _tables(self, found: CachedPrefix) -> dict[int, list[int]]:
+        """The page tables of prefill, which writes to no page that is shared."""
+        tables = self.pool.tables(found.pages, found.first)
+        for table, fresh in zip(tables.values(), ([], *found.fresh), strict=True):
+            for i, page in enumerate(found.pages[: found.n_shared]):
+                if table[i] != FREED and page not in fresh:
+                    table[i] = read_only(table[i])
+        return tables
 
     def _snapshot_slot(self, plan: DeviceWork) -> int:
         """A slot for a snapshot, or 0 if this plan uses all."""
@@ -204,3 +262,8 @@ class PrefillPlanner:
             plan.prefilled_states.add(slot)
             plan.pinned_states.add(slot)
         self.states.keep(slot, parent, tokens[n_full * self.pool.page_len :].tobytes())
+
+
+def page_copy(source: Sequence[int], target: Sequence[int]) -> PageCopy:
+    """The copy of the device pages of a page to those of another one."""
+    return tuple(page for pair in zip(source, target, strict=True) for page in pair)

@@ -52,6 +52,11 @@ class ReplicaScheduler:
     def n_pages_used(self) -> int:
         return sum(s.pool.n_used for s in self.schedulers)
 
+    @property
+    def cache_utilization(self) -> float:
+        """Fraction of the pages in use, averaged over the replicas."""
+        return sum(s.pool.utilization for s in self.schedulers) / len(self.schedulers)
+
     def submit(self, request: Request) -> int:
         self.schedulers[0].check(request)
         slot = self._new_slot()

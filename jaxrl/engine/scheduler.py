@@ -2,13 +2,12 @@
 
 import bisect
 import collections
-import dataclasses
 
 import numpy as np
 
 from jaxrl.engine.api import Prefix, Request
 from jaxrl.engine.pages import OutOfPages, PagePool
-from jaxrl.engine.prefill import CachedPrefix, PrefillPlanner
+from jaxrl.engine.prefill import CachedPrefix, PrefillPlanner, page_copy
 from jaxrl.engine.states import ZERO, StateSlots
 from jaxrl.engine.work import DeviceWork, Sequence
 
@@ -93,8 +92,16 @@ class Scheduler:
         found = self._prefill.allocate(cached, adapter, n_tokens=len(cached), plan=plan)
         self.n_cached_tokens += found.start
         self._prefill.prefill(cached, found, plan, adapter)
-        pages, state = tuple(found.pages), found.state
-        return Prefix(tokens, pages, self.version, adapter=adapter, state=state), plan
+        first = self.pool.slide(found.pages, found.first, len(cached))
+        prefix = Prefix(
+            tokens,
+            tuple(found.pages),
+            self.version,
+            adapter=adapter,
+            state=found.state,
+            first=first,
+        )
+        return prefix, plan
 
     def insert(self, prefix: Prefix, request: Request) -> tuple[int, DeviceWork]:
         """Starts a sequence from `prefix`. Returns its slot and a plan with the page copy it needs.
@@ -123,8 +130,10 @@ class Scheduler:
         plan = DeviceWork()
         tail = self.pool.allocate(1 if rest else 0)
         if rest:
-            plan.copies.append((prefix.pages[n_full], tail[0]))
-        seq.pages = self.pool.share(prefix.pages[:n_full]) + tail
+            pages = prefix.pages[n_full], tail[0]
+            plan.copies.append(page_copy(*map(self.pool.device_pages, pages)))
+        seq.pages = self.pool.share(prefix.pages[:n_full], prefix.first) + tail
+        seq.first = prefix.first
         if self.states is not None:
             seq.state = self._prefill.allocate_state(seq.pages, plan)
             plan.state_copies.append((prefix.state, seq.state))
@@ -150,6 +159,8 @@ class Scheduler:
         if self.waiting and not self.running and not plan.full:
             self._start_with_one_step(plan)
         self.running.sort(key=lambda seq: seq.slot)
+        for seq in self.running:
+            seq.tables = self.pool.tables(seq.pages, seq.first)
         plan.decode = list(self.running)
         return plan
 
@@ -182,7 +193,7 @@ class Scheduler:
         raise KeyError(f"slot {slot} is neither waiting nor running")
 
     def release_prefix(self, prefix: Prefix) -> None:
-        self.pool.release(prefix.pages)
+        self.pool.release(prefix.pages, prefix.first)
         if self.states is not None:
             self.states.free(prefix.state)
 
@@ -216,8 +227,11 @@ class Scheduler:
     def _reserve(self) -> int:
         """Allocates pages to the running sequences for as many steps as fit. Returns the steps.
 
-        Halves the steps down to one before it preempts the newest sequence.
+        Pages that no window reaches any more are released before. Halves the steps down to one
+        before it preempts the newest sequence.
         """
+        for seq in self.running:
+            seq.first = self.pool.slide(seq.pages, seq.first, len(seq.cached_tokens()))
         n_steps = self.steps_per_dispatch
         while (need := self._missing_pages(n_steps)) > self.pool.n_free:
             if n_steps > 1:
@@ -262,7 +276,7 @@ class Scheduler:
             return True
         self.n_cached_tokens += max(found.start - seq.n_chunk_tokens, 0)
         self._prefill.prefill(tokens, found, plan, adapter)
-        seq.pages, seq.state = found.pages, found.state
+        seq.pages, seq.first, seq.state = found.pages, found.first, found.state
         seq.mixed_versions, seq.n_chunk_tokens = False, 0
         self.running.append(self.waiting.popleft())
         return True
@@ -274,13 +288,12 @@ class Scheduler:
         """
         # More than found.
         n = (found.start + plan.row_budget * self.row_len) // self.pool.page_len
-        self.pool.release(found.pages[n:])
+        found = self._prefill.shorten(found, n)
         chunk, adapter = seq.cached_tokens()[: n * self.pool.page_len], seq.request.adapter
-        found = dataclasses.replace(found, pages=found.pages[:n])
         self._prefill.prefill(chunk, found, plan, adapter, snapshot_at_end=False)
         if self.states is not None:
             self._prefill.keep_state(found.state, chunk, found.pages, adapter, plan)
-        self.pool.release(found.pages)
+        self.pool.release(found.pages, found.first)
         seq.n_chunk_tokens += len(chunk) - found.start
 
     def _end(self, seq: Sequence) -> None:
@@ -288,6 +301,7 @@ class Scheduler:
         self.running.remove(seq)
         tokens, adapter = seq.cached_tokens(), seq.request.adapter
         kept = self.pool.keep and not seq.mixed_versions
+        self.pool.release_windows(seq.pages, seq.first)
         if kept:
             seq.pages = self.pool.add_prefix(tokens, seq.pages, adapter)
         if self.states is not None and kept and len(tokens):
@@ -295,4 +309,4 @@ class Scheduler:
         elif self.states is not None:
             self.states.free(seq.state)
         self.pool.release(seq.pages)
-        seq.pages, seq.state = [], ZERO
+        seq.pages, seq.first, seq.state = [], (), ZERO

@@ -20,6 +20,8 @@ class Sequence:
         self._buffer = np.empty(self.n_tokens + request.max_tokens, np.int32)
         self._buffer[: self.n_tokens] = request.tokens
         self.pages: list[int] = []
+        self.first: tuple[int, ...] = ()  # by window, index of the first page that it still sees
+        self.tables: dict[int, list[int]] = {}  # `PagePool.tables`, as of the last plan
         self.state = ZERO  # slot of its state while it runs; of models without one, always this
         self.mixed_versions = False  # its KV was computed by more than one policy version
         self.n_chunk_tokens = 0  # tokens prefilled in chunks while it was waiting
@@ -71,14 +73,15 @@ class PrefillChunk:
 
     tokens: np.ndarray
     start: int
-    pages: list[int]  # of the sequence from position 0
+    # By window, the device pages of the sequence from position 0 (`PagePool.tables`); those of
+    # shared pages as `read_only`.
+    tables: dict[int, list[int]]
     adapter: int = 0  # of the sequence; 0 = the base model
     source: int = ZERO  # slot of the state before the tokens
     target: int = ZERO  # slot of the state after them
-    write_from: int = 0  # first position without KV; tokens before it only change the state
 
 
-PageCopy = tuple[int, int]  # from page, to page
+PageCopy = tuple[int, ...]  # from page, to page; the same of the device pages by window
 StateCopy = tuple[int, int]  # from slot, to slot
 UNLIMITED = 1 << 40  # rows
 

@@ -1,6 +1,8 @@
 """The cache of sequences in device memory: a pool of KV pages or of state slots for each layer."""
 
 import dataclasses
+import itertools
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -55,18 +57,38 @@ def _state_specs(rules: Rules) -> StateCache:
     return StateCache(tail, tail, rules.spec("batch", "heads", None, None))
 
 
+@dataclasses.dataclass(frozen=True)
+class JoinedPools:
+    """The places of layers with different numbers of pages in one array, layer after layer."""
+
+    windows: tuple[int, ...]  # of each layer
+    sizes: tuple[int, ...]  # pages of each layer of a replica
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first page of each layer, and the number of all pages."""
+        return tuple(itertools.accumulate(self.sizes, initial=0))
+
+
 @struct.dataclass
 class KVCache:
     """Head-major pages: [P, K, page_len, H] of every layer with attention, and slots of the others.
 
     They are in a list of all layers, with None for those of the other kind, or stacked with a
-    leading axis of the layers of their kind. Quantized caches hold a `Quantized` of the pages, with
-    a scale per head and token.
+    leading axis of the layers of their kind. If stacked layers differ in P, their pages are joined
+    on that axis. Quantized caches hold a `Quantized` of the pages, with a scale per head and token.
     """
 
     k: Tree
     v: Tree
     states: StateCache | None = None
+    joined: JoinedPools | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def page_len(self) -> int:
+        """Tokens of a page, in models that have layers with attention; else 1."""
+        pools = jax.tree.leaves(self.k)
+        return pools[0].shape[-2] if pools else 1
 
     def layer(self, i: int) -> "KVCache":
         """The cache of layer `i` alone, as that of a model of one layer; for pools in a list."""
@@ -88,6 +110,8 @@ class KVCache:
         Stacked pools return the pages of all layers, because slicing out one layer would copy it. A
         list contains one layer, and `layer` is None.
         """
+        if self.joined is not None:
+            return self.k, self.v, jnp.asarray(self.joined.starts)[layer]
 
         def pages(pools: jax.Array | list[jax.Array]) -> jax.Array:
             if isinstance(pools, list):
@@ -102,6 +126,8 @@ class KVCache:
 
     def with_pages(self, k: Tree, v: Tree, rules: Rules) -> "KVCache":
         """The cache with the pages of `layer_pages` replaced by their updated values."""
+        if self.joined is not None:
+            return dataclasses.replace(self, k=k, v=v)
 
         def replace_pages(
             pools: jax.Array | list[jax.Array], pages: jax.Array
@@ -127,20 +153,25 @@ def init_cache(
     dtype: DTypeLike,
     rules: Rules,
     *,
+    window_pages: Mapping[int, int] | None = None,
     n_slots: int = 0,
     tail_dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
     """A zeroed pool of `n_pages` pages and `n_slots` slots per replica, with heads sharded.
 
-    `dtype` is that of the pages, `tail_dtype` that of the convolutions' inputs.
+    Layers with a window in `window_pages` have that number of pages. `dtype` is that of the pages,
+    `tail_dtype` that of the convolutions' inputs.
     """
-    mixers = [layer.mixer for layer in cfg.layers]
-    n_rows = rules.n_shards("batch") * n_pages
+    sizes = {0: n_pages, **(window_pages or {})}
+    n_replicas = rules.n_shards("batch")
     pages = [
-        (n_rows, mixer.K, page_len, mixer.H) if isinstance(mixer, AttentionConfig) else None
-        for mixer in mixers
+        (n_replicas * of_window(sizes, mixer.window), mixer.K, page_len, mixer.H)
+        if isinstance(mixer, AttentionConfig)
+        else None
+        for mixer in (layer.mixer for layer in cfg.layers)
     ]
-    if cfg.stacked and len({shape for shape in pages if shape}) > 1:
+    found = [shape for shape in pages if shape]
+    if cfg.stacked and len({shape[1:] for shape in found}) > 1:
         raise ValueError(
             f"layers of this {cfg.family} model differ in their kv heads or head size, so their "
             "KV pages cannot be stacked; set config.model.layers='list'"
@@ -155,7 +186,11 @@ def init_cache(
         return Quantized(_pools(cfg, pages, dtype, spec), scale)
 
     states = _state_pools(cfg, rules, n_slots, tail_dtype) if cfg.delta_layers else None
-    return KVCache(k=layer_pools(), v=layer_pools(), states=states)
+    joined = None
+    if cfg.stacked and len(set(found)) > 1:
+        windows = tuple(mixer.window for mixer in cfg.attention_layers)
+        joined = JoinedPools(windows, tuple(of_window(sizes, window) for window in windows))
+    return KVCache(k=layer_pools(), v=layer_pools(), states=states, joined=joined)
 
 
 def _state_pools(
@@ -179,13 +214,39 @@ def _state_pools(
 def _pools(
     cfg: DecoderConfig, shapes: list[tuple[int, ...] | None], dtype: DTypeLike, spec: jax.P
 ) -> Tree:
-    """Zeroed pools of the layers with a shape: in a list of all layers, or stacked."""
+    """Zeroed pools of the layers with a shape: in a list of all layers, stacked, or joined."""
     if not cfg.stacked:
         return [None if s is None else jnp.zeros(s, dtype, out_sharding=spec) for s in shapes]
     found = [shape for shape in shapes if shape is not None]
     if not found:
         return None
+    if len(set(found)) > 1:
+        n_rows = sum(shape[0] for shape in found)
+        return jnp.zeros((n_rows, *found[0][1:]), dtype, out_sharding=spec)
     return jnp.zeros((len(found), *found[0]), dtype, out_sharding=jax.P(None, *spec))
+
+
+def of_window[T](groups: Mapping[int, T], window: int | jax.Array) -> T:
+    """The value for layers with this window: that of the window, or of 0, all tokens.
+
+    A traced window is of layers that differ in it and keep all tokens.
+    """
+    return groups.get(window, groups[0]) if isinstance(window, int) else groups[0]
+
+
+def of_layer(
+    groups: Mapping[int, jax.Array],
+    window: int | jax.Array,
+    layer: jax.Array | None,
+    cache: KVCache,
+) -> jax.Array:
+    """`of_window` of a layer; in joined pools `layer` chooses among arrays of one shape."""
+    if cache.joined is None:
+        return of_window(groups, window)
+    keys = list(groups)
+    places = [keys.index(w) if w in keys else keys.index(0) for w in cache.joined.windows]
+    chosen = jnp.asarray(places)[layer]
+    return jax.lax.dynamic_index_in_dim(jnp.stack(list(groups.values())), chosen, keepdims=False)
 
 
 SCALE_DTYPE = jnp.float32  # of quantized pages
@@ -200,12 +261,20 @@ def page_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype({"auto": dtype, "fp8": jnp.float8_e4m3fn}.get(name, name))
 
 
-def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
-    """Bytes of one page over all layers and devices, keys and values together."""
+def page_bytes(
+    cfg: DecoderConfig, page_len: int, dtype: DTypeLike, windows: Collection[int] = ()
+) -> dict[int, int]:
+    """Bytes of one page over all devices and layers, keys and values together.
+
+    Those of the layers with one of `windows` are under that window, those of all others under 0.
+    """
     scale = jnp.dtype(SCALE_DTYPE).itemsize if is_quantized_dtype(dtype) else 0
     item = jnp.dtype(dtype).itemsize
-    heads = ((mixer.K, mixer.H) for mixer in cfg.attention_layers)
-    return sum(2 * K * page_len * (H * item + scale) for K, H in heads)
+    found = dict.fromkeys((0, *windows), 0)
+    for mixer in cfg.attention_layers:
+        window = mixer.window if mixer.window in found else 0
+        found[window] += 2 * mixer.K * page_len * (mixer.H * item + scale)
+    return found
 
 
 def slot_bytes(cfg: DecoderConfig, tail_dtype: DTypeLike) -> int:

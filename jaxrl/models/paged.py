@@ -19,7 +19,7 @@ from jaxrl.kernels.gated_delta.pool import (
 )
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.kv_cache import KVCache, StateCache
+from jaxrl.models.kv_cache import KVCache, StateCache, of_layer
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from sharding import Rules
 
@@ -32,10 +32,12 @@ class PrefillSlots:
 
     sources: types.Array  # int32 [R], of the state before each row
     targets: types.Array  # int32 [R], of the state after it
-    # int32 [R], first position without KV in the cache: tokens before it only change the state
-    write_from: types.Array
 
 
+# int32 [n, C] by window, of the layers with that window; under 0 of all others. Column c of row b
+# is the pool page of the row's positions [c * page_len, (c + 1) * page_len). Negative entries p are
+# not written: -1 is a page that no layer of the table sees, others are the page -2 - p.
+PageTables = dict[int, types.Array]
 RowSlots = jax.Array | PrefillSlots | None  # int32 [B] in decode; None for models without states
 
 
@@ -44,7 +46,7 @@ def forward_paged(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     cache: KVCache,
-    page_table: Int[Array, "n C"],
+    page_tables: PageTables,
     slots: RowSlots = None,
     *,
     rules: Rules,
@@ -52,15 +54,15 @@ def forward_paged(
 ) -> tuple[Float[Array, "B T D"], KVCache]:
     """Hidden states of new tokens, whose keys are written to the cache first.
 
-    `page_table[b, c]` is the pool page of row b's positions [c * page_len, (c + 1) * page_len). A
-    position of -1 marks padding: nothing is written for it and its output is meaningless. Models
+    A position of -1 marks padding: nothing is written for it and its output is meaningless. Models
     with a state need the `slots` of the rows.
 
     Several tokens of a sequence may also be consecutive rows of one token each that share one row
-    of the table: matrix products then run as in decode, and attention reads a block of keys once
+    of the tables: matrix products then run as in decode, and attention reads a block of keys once
     for all of them.
     """
-    group = TokenGroup(page_table, positions.reshape(len(page_table), -1), slots)
+    positions_of_row = positions.reshape(len(page_tables[0]), -1)
+    group = TokenGroup.new(page_tables, positions_of_row, slots, cache.page_len)
     paged = PagedRows([group], rules, implementation, model.cfg.gated_delta)
     return model(tokens, positions, paged, cache, live=positions >= 0, rules=rules)[:2]
 
@@ -69,10 +71,10 @@ def forward_mixed(
     model: Decoder,
     prefill_tokens: Int[Array, "R T"],
     prefill_positions: Int[Array, "R T"],
-    prefill_table: Int[Array, "R C"],
+    prefill_tables: PageTables,
     tokens: Int[Array, "B"],
     positions: Int[Array, "B"],
-    page_table: Int[Array, "B C"],
+    page_tables: PageTables,
     cache: KVCache,
     prefill_slots: PrefillSlots | None = None,
     slots: Int[Array, "B"] | None = None,
@@ -89,8 +91,8 @@ def forward_mixed(
     row = jnp.concatenate([prefill_tokens.reshape(-1), tokens])[None]
     group_positions = jnp.concatenate([prefill_positions.reshape(-1), positions])[None]
     groups = [
-        TokenGroup(prefill_table, prefill_positions, prefill_slots),
-        TokenGroup(page_table, positions[:, None], slots),
+        TokenGroup.new(prefill_tables, prefill_positions, prefill_slots, cache.page_len),
+        TokenGroup.new(page_tables, positions[:, None], slots, cache.page_len),
     ]
     paged = PagedRows(groups, rules, implementation, model.cfg.gated_delta)
     hidden, cache, _ = model(
@@ -103,16 +105,23 @@ def forward_mixed(
 class TokenGroup:
     """New tokens of n sequences or rows, t of each."""
 
-    page_table: jax.Array  # int32 [n, C]
+    pages: dict[int, jax.Array]  # int32 [n, C] by window, the pages to read
+    written: dict[int, jax.Array]  # int32 [n, t] by window, positions to write; -1 = none
     positions: jax.Array  # int32 [n, t]
     slots: RowSlots
 
-    @property
-    def written(self) -> jax.Array:
-        """The positions whose keys and values are written, and -1."""
-        if not isinstance(self.slots, PrefillSlots):
-            return self.positions
-        return jnp.where(self.positions >= self.slots.write_from[:, None], self.positions, -1)
+    @classmethod
+    def new(
+        cls, tables: PageTables, positions: jax.Array, slots: RowSlots, page_len: int
+    ) -> "TokenGroup":
+        """The tokens at these positions of the rows of the page tables."""
+        column = jnp.maximum(positions, 0) // page_len
+        pages, written = {}, {}
+        for window, table in tables.items():
+            entry = jnp.take_along_axis(table, column, axis=1)
+            written[window] = jnp.where(entry >= 0, positions, -1)
+            pages[window] = jnp.where(table >= 0, table, jnp.maximum(-2 - table, 0))
+        return cls(pages, written, positions, slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +148,8 @@ class PagedRows:
                 v_pages,
                 keys,
                 values,
-                group.page_table + first,
-                group.written,
+                of_layer(group.pages, window, index, state) + first,
+                of_layer(group.written, window, index, state),
                 rules=self.rules,
             )
         outs = []
@@ -152,7 +161,7 @@ class PagedRows:
                     k_pages,
                     v_pages,
                     spec=spec,
-                    page_table=group.page_table + first,
+                    page_table=of_layer(group.pages, window, index, state) + first,
                     positions=group.positions,
                     window=window,
                     implementation=self.implementation,

@@ -20,6 +20,7 @@ from jaxrl.planner.call_times import (
 )
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program, compile_programs, machine_note
+from jaxrl.planner.memory import Memory, divide_memory, misfit
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.programs import (
     IDLE_STATE,
@@ -27,9 +28,8 @@ from jaxrl.planner.programs import (
     OfflineWorkload,
     RunPrograms,
     run_programs,
-    state_before_offload,
 )
-from jaxrl.planner.rollout_devices import n_copies, sides
+from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.saved_plan import planned_config
 from jaxrl.planner.topology import Topology
 from sharding import make_mesh
@@ -64,7 +64,7 @@ class Plan:
     resident: dict[str, int]
     host_resident: dict[str, int]  # state in host memory
     budget_bytes: int
-    page_bytes: int
+    page_bytes: int  # of all layers
     kv_pages: int
     kv_phases: tuple[str, ...]  # phases in which the KV pages are allocated
     max_concurrent_sequences: int
@@ -75,6 +75,9 @@ class Plan:
     note: str  # `machine_note`
     n_replicas: int  # of the engine
     rollout_weight_bytes: int  # of the weights that it reads
+    # Pages of layers with a window, and bytes of each, by window; of those that keep fewer pages.
+    window_pages: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    limit: str = ""  # of the concurrent sequences: "max_num_seqs" or "memory"
     state_bytes: int = 0  # of the slots of state
     n_rollout_devices: int = 0  # not in `mesh`; 0: the same
     n_workers: int = 0  # that these devices belong to
@@ -82,10 +85,17 @@ class Plan:
     pipeline: PipelinePlan | None = None  # None without stages
     compiler_step_s: float = 0.0  # `serial_step_s` by the compiler's estimate; 0 if it has none
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV pages."""
+        fewer = ((self.kv_pages - n) * size for n, size in self.window_pages.values())
+        return self.kv_pages * self.page_bytes - sum(fewer)
+
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
         names = (
             "host_resident",
+            "window_pages",
             "state_bytes",
             "n_rollout_devices",
             "n_workers",
@@ -152,33 +162,6 @@ def _collectives(program: Program, chip: Chip) -> dict[str, dict[str, int | floa
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """How a device's memory is divided. Bytes are per device."""
-
-    budget_bytes: int
-    live_bytes: dict[str, int]  # by program, without KV pages and states
-    kv_pages: int
-    min_pages: int  # that the run needs
-    sequences: int  # that an engine replica can decode at the same time
-    page_bytes: int
-    state_bytes: int  # of the slots of state
-    with_pages: frozenset[str]  # programs during which pages and slots are allocated
-
-    @property
-    def peak_program(self) -> str:
-        return max(self.live_bytes, key=self.needed)
-
-    @property
-    def fits(self) -> bool:
-        return all(self.needed(name) <= self.budget_bytes for name in self.live_bytes)
-
-    def needed(self, program: str) -> int:
-        """Bytes while a program runs, with the fewest KV pages that the run needs then."""
-        pool = self.state_bytes + self.min_pages * self.page_bytes
-        return self.live_bytes[program] + pool * (program in self.with_pages)
-
-
 def make_plan(
     cfg: RunConfig,
     decoder: DecoderConfig,
@@ -229,13 +212,18 @@ def assemble_plan(
         chip=machine.chip,
         mesh=mesh,
         fits=memory.fits,
-        misfit="" if memory.fits else _misfit(run.cfg, memory, machine.chip),
+        misfit="" if memory.fits else misfit(run.cfg, memory, machine.chip),
         programs=programs,
         phases=phases,
         resident=run.resident,
         host_resident=run.host_resident,
         budget_bytes=memory.budget_bytes,
-        page_bytes=run.page_bytes,
+        page_bytes=sum(run.pool_bytes.page_bytes.values()),
+        window_pages={
+            window: (n, run.pool_bytes.page_bytes[window])
+            for window, n in run.pool_bytes.window_pages(memory.kv_pages).items()
+        },
+        limit="max_num_seqs" if memory.sequences == run.cfg.rollout.max_num_seqs else "memory",
         state_bytes=run.state_bytes,
         kv_pages=memory.kv_pages,
         kv_phases=tuple(name for name in phases if name in with_pages),
@@ -266,40 +254,9 @@ def _rollout_weight_bytes(run: RunPrograms, programs: dict[str, Program]) -> int
     """Weights that the engine reads: the arguments of decode without the KV pool."""
     if "decode" not in programs:
         return 0
-    return programs["decode"].argument_bytes - run.page_bytes * run.n_pages - run.state_bytes
-
-
-def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) -> Memory:
-    """Gives the KV pool what the program with the highest peak leaves free.
-
-    The pool stays on the device through all phases, so that program bounds it; with
-    rollout.release_kv only programs of the rollout do.
-    """
-    cfg, engine = run.cfg.rollout, run.engine
-    page_bytes, state_bytes = run.page_bytes, run.state_bytes
-    budget = int(cfg.memory_utilization * chip.memory_bytes)
-    pool_bytes = page_bytes * run.n_pages + state_bytes
-    live = {name: live_bytes(p, run, pool_bytes) for name, p in programs.items()}
-    if "policy" in run.cfg.learner.offload:
-        state = state_before_offload(run.resident, run.host_resident)
-        live["the copy of the rollout"] = state + run.role_weights["rollout_made"]
-    pages = min_pages = sequences = 0
-    # With release_kv only the rollout and the reward model, which runs between rollouts, see pages.
-    with_pages = frozenset(programs)
-    rollout = {name for name in programs if run.table[name].phase == "rollout"}
-    if run.n_rollout_devices:
-        with_pages = frozenset(rollout)
-    elif cfg.release_kv:
-        before_pages = {"reshard"} if "policy" in run.cfg.learner.offload else set()
-        between = {name for name in programs if (row := run.table[name].row) and row.with_pages}
-        with_pages = frozenset(rollout | between) - before_pages
-    if engine is not None:
-        wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq
-        peak = max(n_bytes for name, n_bytes in live.items() if name in with_pages)
-        pages = max(min(wanted, (budget - peak - state_bytes) // page_bytes), 0)
-        min_pages = cfg.n_pages or engine.shapes.max_pages_per_seq
-        sequences = min(cfg.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
-    return Memory(budget, live, pages, min_pages, sequences, page_bytes, state_bytes, with_pages)
+    return (
+        programs["decode"].argument_bytes - run.pool_bytes.of_pages(run.n_pages) - run.state_bytes
+    )
 
 
 def _plan_phase(
@@ -340,42 +297,6 @@ def _moved_bytes(run: RunPrograms, names: list[str]) -> int:
             n_copies = 2 * ("decode" in names)
         moved += n_bytes * n_copies
     return moved
-
-
-def _misfit(cfg: RunConfig, memory: Memory, chip: Chip) -> str:
-    """Why the run does not fit, with the numbers."""
-    name = memory.peak_program
-    reason = (
-        f"{name} needs {memory.live_bytes[name] / 2**30:.2f} GiB of the "
-        f"{memory.budget_bytes / 2**30:.2f} GiB that "
-        f"memory_utilization={cfg.rollout.memory_utilization} allows "
-        f"of {chip.memory_bytes / 2**30:.2f} GiB"
-    )
-    if memory.min_pages and name in memory.with_pages:
-        source = "rollout.n_pages" if cfg.rollout.n_pages else "one sequence of maximum length"
-        pages_gib = memory.min_pages * memory.page_bytes / 2**30
-        reason += f"; the {memory.min_pages} KV pages of {source} take {pages_gib:.2f} GiB more"
-    if memory.state_bytes and name in memory.with_pages:
-        gib = memory.state_bytes / 2**30
-        reason += f"; the states of max_num_seqs={cfg.rollout.max_num_seqs} take {gib:.2f} GiB more"
-    return reason
-
-
-def live_bytes(program: Program, run: RunPrograms, pool_bytes: int) -> int:
-    """Memory in use on a device while a program runs, without KV pages and states.
-
-    Its arguments, temporaries and new outputs, and the rest of the run's state. On separate devices
-    of the rollout this is its weights, with all copies.
-    """
-    sizes = run.resident | run.role_weights
-    has_pool = "kv" in program.counted_state
-    if has_pool and run.n_rollout_devices:
-        counted = "rollout_aliased" in program.counted_state
-        other_state = (n_copies(run.cfg) - counted) * sizes["rollout_aliased"]
-    else:
-        counted = sum(sizes[name] for name in program.counted_state if name != "kv")
-        other_state = sum(run.resident.values()) - counted
-    return other_state + program.footprint_bytes - (pool_bytes if has_pool else 0)
 
 
 def calls_per_step(

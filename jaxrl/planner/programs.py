@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.engine.device.kv_pool import NO_PAGES, PoolBytes
 from jaxrl.engine.device.model_runner import COPIES
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import (
@@ -102,7 +103,7 @@ class RunPrograms:
     n_sequences: int  # per step
     # Of the rollout; None and 0 in offline training.
     engine: PagedEngine | None = None
-    page_bytes: int = 0
+    pool_bytes: PoolBytes = NO_PAGES  # of a replica on a device
     state_bytes: int = 0  # of a replica's slots of state on a device
     n_replicas: int = 0  # of all engines
     n_pages: int = 0  # of the pool that the engine's programs are lowered for
@@ -255,13 +256,12 @@ def _with_engine(
     )
     usable = cfg.rollout.memory_utilization * memory_bytes - used
     with jax.set_mesh(layout.mesh(mesh)):
-        page_bytes, n_replicas = engine.pool.page_bytes_per_device, engine.pool.n_replicas
+        pool_bytes, n_replicas = engine.pool.bytes_per_device, engine.pool.n_replicas
         state_bytes = engine.pool.slots_bytes_per_device
     half = (usable - state_bytes) / 2
-    max_pages = max(int(half // page_bytes), engine.shapes.max_pages_per_seq)
-    n_pages = cfg.rollout.n_pages or min(
-        cfg.rollout.max_num_seqs * engine.shapes.max_pages_per_seq, max_pages
-    )
+    max_pages = engine.shapes.max_pages_per_seq
+    wanted = cfg.rollout.max_num_seqs * max_pages
+    n_pages = cfg.rollout.n_pages or max(pool_bytes.n_pages_in(half, wanted), max_pages)
 
     @functools.cache
     def engine_program(kind: str) -> jax.stages.Lowered:
@@ -289,7 +289,7 @@ def _with_engine(
             "rollout_copied": copied,
             "rollout_made": n_bytes - aliased,
         },
-        page_bytes=page_bytes,
+        pool_bytes=pool_bytes,
         state_bytes=state_bytes,
         n_replicas=n_replicas * (n_sides if devices else mesh.size // layout.mesh(mesh).size),
         n_pages=n_pages,

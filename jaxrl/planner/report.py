@@ -68,6 +68,7 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
         on_host = f"in host memory per device: {shown}\n"
     pages = (
         f"KV pages: {plan.kv_pages} of {format_bytes(plan.page_bytes)}; "
+        f"{_window_pages_text(plan)}"
         f"{f'states: {format_bytes(plan.state_bytes)}; ' if plan.state_bytes else ''}"
         f"concurrent sequences: {plan.max_concurrent_sequences}\n"
     )
@@ -116,6 +117,19 @@ ROLES = {  # state of a run -> what it is, and how to make it smaller
     ),
     "reward_model": ("reward model", "learner.offload=reward_model, a smaller reward_model.path"),
 }
+
+
+def _window_pages_text(plan: Plan) -> str:
+    """The pages of layers with a window, the bytes of all pages, and the limit of the sequences."""
+    if not plan.window_pages:
+        return ""
+    pages = ", ".join(
+        f"{n} in layers with a window of {window} tokens"
+        for window, (n, _) in plan.window_pages.items()
+    )
+    return f"{pages}; {format_bytes(plan.kv_bytes)} together; limited by {plan.limit}; "
+
+
 KV_LOWER = "rollout.release_kv, rollout.memory_utilization, rollout.n_pages, rollout.kv_dtype=int8"
 PHASE_LOWER = {
     "rollout": "rollout.max_num_seqs, rollout.max_num_batched_tokens",
@@ -129,7 +143,7 @@ def memory_text(plan: Plan) -> str:
 
     A phase's peak has all roles in it, and the KV pages unless rollout.release_kv frees them.
     """
-    device, kv_bytes = plan.chip.memory_bytes, plan.kv_pages * plan.page_bytes + plan.state_bytes
+    device, kv_bytes = plan.chip.memory_bytes, plan.kv_bytes + plan.state_bytes
     rows = [(*ROLES[name], n_bytes) for name, n_bytes in plan.resident.items()]
     name = "KV pages and states" if plan.state_bytes else "KV pages"
     rows += [(name, KV_LOWER, kv_bytes)] if kv_bytes else []

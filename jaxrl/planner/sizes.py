@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config.keys import LearnerConfig, RunConfig
+from jaxrl.engine.device.kv_pool import window_page_counts
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.requirements import needs_old_logp, needs_ref, needs_ref_logp, shares_base
 from jaxrl.learner.state import init_opt_state
@@ -304,8 +305,10 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
 def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype) -> int:
     """Bytes of the KV pages and the state of a sequence of maximum length, over all devices."""
     page_len = cfg.rollout.page_len
-    pages = math.ceil(cfg.data.max_len / page_len)
-    return pages * page_bytes(d, page_len, dtype) + slot_bytes(d, dtype)
+    counts = {0: math.ceil(cfg.data.max_len / page_len)}
+    counts |= window_page_counts(d, cfg.rollout, cfg.data.max_len)
+    pages = page_bytes(d, page_len, dtype, counts)
+    return sum(counts[window] * n for window, n in pages.items()) + slot_bytes(d, dtype)
 
 
 def n_ticks(rows: int, stages: int) -> int:

@@ -132,7 +132,7 @@ def run_with_behavior(engine: PagedEngine, params, requests):
 def limit_pages(engine: PagedEngine, n_pages: int) -> list[int]:
     """Allocates pages so that only `n_pages` are left for sequences. Returns the allocated ones."""
     pool = engine.scheduler.pool
-    return pool.allocate(pool.n_pages - n_pages)
+    return pool.allocate(pool.n_free - n_pages)
 
 
 def run_one_by_one(

@@ -223,7 +223,7 @@ def test_decode_copies_neither_weights_nor_pool(llama):
         max_steps=8,
     ).compile()
     memory = compiled.memory_analysis()
-    pool_bytes = 256 * engine.pool.page_bytes
+    pool_bytes = engine.pool.bytes_per_device.of_pages(256)
     assert memory.alias_size_in_bytes >= pool_bytes  # donated, updated in place
     one_layers_pool = pool_bytes // (2 * cfg.L)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

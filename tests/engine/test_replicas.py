@@ -1,5 +1,7 @@
 """Tests of replicas.py: data-parallel replicas on a separate mesh, with resharded weights."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -55,6 +57,12 @@ def assert_same(results, want):
             dict(replica=4, tensor=2),
             marks=pytest.mark.thorough,
         ),
+        pytest.param(
+            "gemma3",  # pages by window, joined in one pool
+            dict(fsdp=2, tensor=2),
+            dict(replica=2, tensor=2),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("llama", dict(fsdp=8), dict(replica=8), marks=pytest.mark.slow),
         pytest.param(
             "mixtral", dict(fsdp=2, expert=2), dict(replica=2, expert=2), marks=pytest.mark.slow
@@ -62,7 +70,7 @@ def assert_same(results, want):
     ],
 )
 def test_replicas_give_the_results_of_one_device(family, train, rollout):
-    cfg = FAMILIES[family]
+    cfg = dataclasses.replace(FAMILIES[family], stacked=family == "gemma3")
     requests = make_requests(10, sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
         want = run(make_engine(cfg), make_params(cfg), requests)

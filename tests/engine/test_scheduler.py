@@ -145,7 +145,7 @@ def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only():
     [chunk] = plan.prefill
     assert (chunk.start, chunk.tokens.tolist()) == (9, [53, 60])
     [(source, target)] = plan.copies
-    assert chunk.pages[2] == target != source
+    assert chunk.tables[0][2] == target != source
     assert s.n_cached_tokens == 9
 
 
@@ -174,7 +174,9 @@ def test_new_weights_share_no_kv_of_old_ones():
         s.insert(prefix, request(range(9), 8))
     s.release_prefix(prefix)
     s.advance(old, [3] * 8, "length")
-    assert s.pool.match_prefix(np.array([*range(9), 3, 3, 3], np.int32)).pages == chunk.pages[:2]
+    assert (
+        s.pool.match_prefix(np.array([*range(9), 3, 3, 3], np.int32)).pages == (chunk.tables[0][:2])
+    )
 
 
 def test_a_preempted_sequence_reuses_its_pages_that_were_not_evicted():

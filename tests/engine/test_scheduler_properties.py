@@ -4,6 +4,8 @@ Requests, turns, cancellations, prefixes, new weights and full pools come in any
 are compared with a model of device memory that has no tree and no reference counts.
 """
 
+import collections
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,9 +20,10 @@ from hypothesis.stateful import (
 )
 
 from jaxrl.engine.api import Request
-from jaxrl.engine.pages import ROOT, OutOfPages, PagePool
+from jaxrl.engine.pages import FREED, ROOT, OutOfPages, PagePool, read_only
 from jaxrl.engine.scheduler import Scheduler
 from jaxrl.engine.states import StateSlots
+from jaxrl.engine.windows import WindowPages
 from jaxrl.engine.work import DeviceWork, Sequence
 
 MAX_LEN = 24
@@ -49,36 +52,53 @@ def test_the_tree_finds_the_longest_prefix_of_any_earlier_sequence(page_len, end
 
 
 class Device:
-    """The pool's memory. The KV of a token is represented by what it was computed from.
+    """The memory of the pool and of its windows. The KV of a token is what it was computed from.
 
     That is the set of policy versions, and the tokens up to its own. A state is represented by that
-    of the last token in it.
+    of the last token in it. Page tables are those of `PagePool.tables`, by window.
     """
 
-    def __init__(self, n_pages: int, page_len: int, n_slots: int):
-        self.page_len = page_len
-        self.pages = [[None] * page_len for _ in range(n_pages)]
+    def __init__(self, pool: PagePool, n_slots: int):
+        self.page_len = pool.page_len
+        sizes = {0: pool.n_pages, **{w.window: w.n_pages for w in pool.windows}}
+        self.pages = {w: [[None] * self.page_len for _ in range(n)] for w, n in sizes.items()}
         self.slots = [NOTHING] * n_slots
 
-    def read(self, pages, position: int):
-        return self.pages[pages[position // self.page_len]][position % self.page_len]
+    def read(self, tables, position: int, window: int = 0):
+        """The KV of a position. Fails for a page that is freed."""
+        page = tables[window][position // self.page_len]
+        assert page != FREED, "read of a freed page"
+        page = page if page >= 0 else read_only(page)  # its own inverse
+        return self.pages[window][page][position % self.page_len]
 
-    def write(self, pages, position: int, token: int, version: int) -> None:
-        versions, tokens = self.read(pages, position - 1) if position else NOTHING
-        key = versions | {version}, (*tokens, token)
-        self.pages[pages[position // self.page_len]][position % self.page_len] = key
+    def write(self, tables, position: int, token: int, version: int) -> None:
+        """The KV of a position, from the KV that it sees in the layers of every window."""
+        for window, table in tables.items():
+            seen = range(max(position - window + 1, 0) if window else 0, position)
+            kv = [self.read(tables, i, window) for i in seen]
+            versions, tokens = kv[-1] if kv else NOTHING
+            assert [len(before) for _, before in kv] == [i + 1 for i in seen]
+            assert all(tokens[: len(before)] == before for _, before in kv)
+            page = table[position // self.page_len]
+            if page >= 0:
+                key = versions | {version}, (*tokens, token)
+                self.pages[window][page][position % self.page_len] = key
+
+    def copy(self, copies) -> None:
+        for pairs in copies:
+            for i, pages in enumerate(self.pages.values()):
+                source, target = pairs[2 * i : 2 * i + 2]
+                pages[target] = list(pages[source])
 
     def prepare(self, plan: DeviceWork, version: int) -> None:
         """In the order of the engine: copies, prefill, post-prefill copies."""
-        for source, target in plan.copies:
-            self.pages[target] = list(self.pages[source])
+        self.copy(plan.copies)
         for source, target in plan.state_copies:
             self.slots[target] = self.slots[source]
         written = {}  # slot -> index of the last chunk that writes it
         for n, chunk in enumerate(plan.prefill):
             for i, token in enumerate(chunk.tokens.tolist(), chunk.start):
-                if i >= chunk.write_from:
-                    self.write(chunk.pages, i, token, version)
+                self.write(chunk.tables, i, token, version)
             if self.slots:
                 versions, tokens = self.slots[chunk.source]
                 assert len(tokens) == chunk.start and chunk.target != 0
@@ -87,10 +107,9 @@ class Device:
                 written[chunk.target] = n
                 last = chunk.start + len(chunk.tokens) - 1
                 state = versions | {version}, (*tokens, *chunk.tokens.tolist())
-                assert self.read(chunk.pages, last) == state
+                assert self.read(chunk.tables, last) == state
                 self.slots[chunk.target] = state
-        for source, target in plan.post_prefill_copies:
-            self.pages[target] = list(self.pages[source])
+        self.copy(plan.post_prefill_copies)
         for source, target in plan.post_prefill_state_copies:
             self.slots[target] = self.slots[source]
 
@@ -105,13 +124,29 @@ class Machine(RuleBasedStateMachine):
         n_drafts=st.sampled_from([0, 3]),
         n_rows=st.sampled_from([1, 1, 2, 8]),
         n_snapshots=st.sampled_from([0, 0, 1, 2, 12]),  # 0: a model without states
+        windows=st.sampled_from([(), (2,), (5,), (3, 8)]),
+        n_more=st.sampled_from([0, 2, 8]),  # pages of a window, more than one sequence needs
     )
-    def begin(self, n_pages, page_len, max_num_seqs, steps, keep, n_drafts, n_rows, n_snapshots):
+    def begin(
+        self,
+        n_pages,
+        page_len,
+        max_num_seqs,
+        steps,
+        keep,
+        n_drafts,
+        n_rows,
+        n_snapshots,
+        windows,
+        n_more,
+    ):
         self.n_drafts = 0 if n_snapshots else n_drafts
         n_drafts = self.n_drafts
         states = StateSlots(1 + max_num_seqs + n_snapshots) if n_snapshots else None
+        n_window = min(n_pages, -(-MAX_LEN // page_len) + n_more)
+        windows = [] if n_snapshots else [WindowPages(n_window, page_len, w) for w in windows]
         self.s = Scheduler(
-            PagePool(n_pages, page_len, keep=keep),
+            PagePool(n_pages, page_len, keep=keep, windows=windows),
             max_num_seqs=max_num_seqs,
             steps_per_dispatch=steps * (1 + n_drafts),
             max_len=MAX_LEN,
@@ -119,7 +154,7 @@ class Machine(RuleBasedStateMachine):
             rows_per_dispatch=n_rows,
             states=states,
         )
-        self.device = Device(n_pages, page_len, states.n_slots if states else 0)
+        self.device = Device(self.s.pool, states.n_slots if states else 0)
         self.version = 0
         self.prefixes = []
         self.inserted: set[int] = set()
@@ -209,8 +244,10 @@ class Machine(RuleBasedStateMachine):
         self.expect_keys(plan.decode)
         self.check_rows(plan, bounded=limit_prefill and self.s.pool.keep)
         for seq in plan.decode:
-            for i, key in enumerate(self.keys[seq.slot]):
-                assert self.device.read(seq.pages, i) == key
+            for window in seq.tables:
+                n = len(self.keys[seq.slot])
+                for i in range(max(n - window + 1, 0) if window else 0, n):
+                    assert self.device.read(seq.tables, i, window) == self.keys[seq.slot][i]
             if self.s.states is not None:
                 assert self.device.slots[seq.state] == (self.keys[seq.slot] or [NOTHING])[-1]
         rows, n_steps = (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)
@@ -230,10 +267,10 @@ class Machine(RuleBasedStateMachine):
         most = min(n_steps, seq.remaining)
         for n, token in enumerate([seq.last_token, *made[:-1]]):
             i = len(self.keys[seq.slot])
-            self.device.write(seq.pages, i, token, self.version)
+            self.device.write(seq.tables, i, token, self.version)
             for ahead in range(1, min(self.n_drafts, most - n - 1) + 1):
-                self.device.write(seq.pages, i + ahead, WRONG, self.version)
-            self.keys[seq.slot].append(self.device.read(seq.pages, i))
+                self.device.write(seq.tables, i + ahead, WRONG, self.version)
+            self.keys[seq.slot].append(self.device.read(seq.tables, i))
             if self.s.states is not None:
                 versions, tokens = self.device.slots[seq.state]
                 self.device.slots[seq.state] = versions | {self.version}, (*tokens, token)
@@ -302,6 +339,22 @@ class Machine(RuleBasedStateMachine):
             assert not pool._cached
 
     @invariant()
+    def device_pages_of_windows_are_those_that_sequences_see(self):
+        if not hasattr(self, "s"):
+            return
+        pool, holders = self.s.pool, [*self.s.running, *self.prefixes]
+        for n, window in enumerate(pool.windows):
+            seen = [page for h in holders for page in h.pages[h.first[n] :]]
+            assert window._ref_counts == collections.Counter(seen)
+            assert sorted(window._device) == sorted({*seen, *window._cached})
+            assert sorted([*window._device.values(), *window._empty]) == list(range(window.n_pages))
+            assert all(page in pool._tree or pool._ref_counts[page] for page in window._cached)
+            for seq in self.s.running:  # a sequence writes to its pages alone
+                assert all(
+                    seen.count(p) == 1 for p in seq.pages[(seq.n_tokens - 1) // pool.page_len :]
+                )
+
+    @invariant()
     def every_slot_of_state_has_one_owner(self):
         if not hasattr(self, "s") or self.s.states is None:
             return
@@ -352,7 +405,14 @@ class Machine(RuleBasedStateMachine):
                 path = [before, *path]
             for i in range(len(tokens)):
                 want = frozenset({self.version}), tuple(tokens[: i + 1])
-                assert self.device.read(path[1:], i) == want
+                assert self.device.read({0: path[1:]}, i) == want
+            here = range((len(path) - 2) * pool.page_len, len(tokens))
+            for window in pool.windows:
+                if not window.missing([page]):
+                    table = {window.window: [window.device_page(page)] * len(path)}
+                    for i in here:
+                        want = frozenset({self.version}), tuple(tokens[: i + 1])
+                        assert self.device.read(table, i, window.window) == want
             if pool._ref_counts[page]:
                 assert all(pool._ref_counts[p] for p in path[1:])
 
@@ -374,8 +434,11 @@ class Machine(RuleBasedStateMachine):
             for seq in rows:
                 self.decode(seq, [1] * min(n_steps, seq.remaining), n_steps, stops=False)
         assert self.s.n_unfinished == 0
-        assert self.s.pool.n_used == 0
-        assert sorted(self.s.pool.allocate(self.s.pool.n_pages)) == list(range(self.s.pool.n_pages))
+        pool = self.s.pool
+        assert pool.n_used == 0
+        assert all(window.n_free == window.n_pages for window in pool.windows)
+        pages = pool.allocate(pool.n_free)
+        assert len(set(pages)) == min([pool.n_pages, *(w.n_pages for w in pool.windows)])
 
 
 @pytest.mark.parametrize("n_runs", [50, pytest.param(400, marks=pytest.mark.thorough)])

@@ -69,7 +69,7 @@ def score_paged(model, cfg: DecoderConfig, tokens: np.ndarray, dtype=jnp.float32
 
     @functools.partial(jit, donate_argnums=1)
     def step(model, cache, tokens, positions):
-        hidden, cache = forward_paged(model, tokens, positions, cache, table, rules=TRAIN)
+        hidden, cache = forward_paged(model, tokens, positions, cache, {0: table}, rules=TRAIN)
         return model.logits(hidden, TRAIN), cache
 
     starts = [*range(0, PREFILLED, CHUNK), *range(PREFILLED, S)]

@@ -130,7 +130,7 @@ def test_an_engine_with_quantized_pages_compiles(chips, kv_dtype):
     with jax.set_mesh(mesh):
         params = abstract_params(decoder_specs(cfg), DECODE, jnp.bfloat16, mesh)
         engine = PagedEngine(cfg, rollout, rules=DECODE, dtype=jnp.bfloat16, max_len=512)
-        pool = n_pages * engine.pool.page_bytes_per_device
+        pool = engine.pool.bytes_per_device.of_pages(n_pages)
         for kind in ("prefill", "decode"):
             compiled = engine.runner.lower_largest(params, n_pages, kind).compile()
             text = compiled.as_text()

@@ -185,11 +185,11 @@ def test_paged_tokens_give_the_hidden_states_of_a_packed_row(family, mesh):
         paged = jax.jit(functools.partial(forward_paged, rules=DECODE, implementation="reference"))
         start = np.array([10, 7])  # prompt lengths
         positions = np.where(np.arange(10) < start[:, None], np.arange(10), -1).astype(np.int32)
-        hidden, cache = paged(model, jnp.asarray(tokens[:, :10]), positions, cache, table)
+        hidden, cache = paged(model, jnp.asarray(tokens[:, :10]), positions, cache, {0: table})
         close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
         for row in range(2):
             close(np.asarray(hidden)[row, : start[row]], expected[row, : start[row]])
         for step in range(6):
             at = (start + step)[:, None].astype(np.int32)
-            hidden, cache = paged(model, np.take_along_axis(tokens, at, 1), at, cache, table)
+            hidden, cache = paged(model, np.take_along_axis(tokens, at, 1), at, cache, {0: table})
             close(np.asarray(hidden)[:, 0], np.take_along_axis(expected, at[..., None], 1)[:, 0])

@@ -52,7 +52,7 @@ def test_layers_of_two_windows_are_two_functions(one_device):
 def test_a_layer_of_the_engine_gets_its_own_pages_only(one_device):
     def decode(model, cache, tokens, positions):
         table = jnp.zeros((2, 1), jnp.int32)
-        return forward_paged(model, tokens, positions, cache, table, rules=DECODE)
+        return forward_paged(model, tokens, positions, cache, {0: table}, rules=DECODE)
 
     cache = jax.eval_shape(lambda: init_cache(CFG, 2, 64, jnp.float32, DECODE))
     token = jax.ShapeDtypeStruct((2, 1), jnp.int32)

@@ -28,14 +28,13 @@ from jaxrl.planner import topology as topologies
 from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.planner.compilation import compile_programs, machine_note, trip_counts
 from jaxrl.planner.compiled.timeline import Collective, collective_seconds
+from jaxrl.planner.memory import divide_memory, live_bytes
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.options import read
 from jaxrl.planner.plan import (
     Plan,
     assemble_plan,
     calls_per_step,
-    divide_memory,
-    live_bytes,
     make_plan,
     mixed_dispatches,
     roofline,
@@ -347,7 +346,7 @@ def test_separate_rollout_devices_have_two_copies_of_the_weights_and_no_training
     split = assemble_plan(parts, programs, machine, {"fsdp": 2, "tensor": 2}, plan.lengths)
     weights = parts.role_weights["rollout_aliased"]
     assert weights == pytest.approx(plan.rollout_weight_bytes, rel=0.02)  # tensor 2 in both
-    pool_bytes = parts.n_pages * parts.page_bytes
+    pool_bytes = parts.pool_bytes.of_pages(parts.n_pages)
     rollout = [p for p in programs.values() if "rollout_aliased" in p.counted_state]
     assert split.phases["rollout"].live_bytes == weights + max(
         p.footprint_bytes - pool_bytes for p in rollout
@@ -376,7 +375,7 @@ def test_each_rollout_worker_has_an_engine_and_one_copy_of_the_weights(plan):
     assert decoding.argument_size_in_bytes > weights > 1.9 * plan.rollout_weight_bytes  # tensor 2
     programs = {name: p for name, p in plan.programs.items() if name != "reshard"}
     split = assemble_plan(parts, programs, machine, {"fsdp": 4, "tensor": 2}, plan.lengths)
-    pool_bytes = parts.n_pages * parts.page_bytes
+    pool_bytes = parts.pool_bytes.of_pages(parts.n_pages)
     decode = programs["decode"].footprint_bytes - pool_bytes
     assert live_bytes(programs["decode"], parts, pool_bytes) == decode
     assert live_bytes(programs["copy_pages"], parts, pool_bytes) == (
@@ -409,7 +408,7 @@ def test_an_int8_rollout_has_smaller_weights_and_pages(plan):
         programs = {name: parts.table[name].lower().compile() for name in ("reshard", "decode")}
     reshard, decode = (program.memory_analysis() for program in programs.values())
     # a page: 2 * L * K * 64 tokens * (H bytes and a float32), over tensor 2
-    assert parts.page_bytes == 2 * 2 * 2 * 64 * (16 + 4) // 2
+    assert parts.pool_bytes.page_bytes[0] == 2 * 2 * 2 * 64 * (16 + 4) // 2
     embed, matrices = 256 * 64, 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
     scales = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)  # of q k v o gate up down
     # Copied from shards over fsdp and tensor to tensor only; the scales of q k v gate up
@@ -419,7 +418,7 @@ def test_an_int8_rollout_has_smaller_weights_and_pages(plan):
     assert reshard.argument_size_in_bytes == pytest.approx(copied, abs=512)
     assert reshard.output_size_in_bytes == pytest.approx((4 * embed + matrices) // 2, abs=2048)
     weights = (4 * embed + matrices) // 2 + 4 * scales
-    pool, default = parts.n_pages * parts.page_bytes, plan.programs["decode"].argument_bytes
+    pool, default = parts.pool_bytes.of_pages(parts.n_pages), plan.programs["decode"].argument_bytes
     assert weights + pool < decode.argument_size_in_bytes < 0.45 * default
 
 

@@ -81,8 +81,9 @@ class RolloutConfig:
     page_len: int = key(64, "Tokens per KV page", ge=1)
     n_pages: int = key(
         0,
-        "KV pages per replica; 0 = sized from memory_utilization, or for max_num_seqs sequences of "
-        "maximum length if the device does not report its memory",
+        "KV pages per replica, of which layers with a sliding window have fewer; 0 = sized from "
+        "memory_utilization, or for max_num_seqs sequences of maximum length if the device does "
+        "not report its memory",
         ge=0,
     )
     state_snapshots: int = key(

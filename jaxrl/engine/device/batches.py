@@ -11,6 +11,7 @@ from jaxrl.data.support import n_words
 from jaxrl.engine.api import LogitAdjustments, Request
 from jaxrl.engine.device.adjustments import MAX_BIAS, Adjustments
 from jaxrl.engine.device.decode_loop import DecodeBatch
+from jaxrl.engine.device.kv_pool import window_page_counts
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.sampling import SamplingParams
 from jaxrl.engine.work import PrefillChunk
@@ -29,7 +30,8 @@ class DispatchShapes:
     """The shapes that programs are compiled for; no dispatch has any other."""
 
     prefill_row_len: int  # tokens, a multiple of page_len
-    max_pages_per_seq: int  # columns of the page table
+    max_pages_per_seq: int  # columns of a page table
+    windows: tuple[int, ...]  # of the page tables; 0 is that of layers that keep all tokens
     history_len: int  # tokens of a decode row's history
     keep_history: bool  # of every batch, for speculation; else only of those with adjustments
     n_vocab: int
@@ -54,6 +56,7 @@ def dispatch_shapes(rollout: RolloutConfig, max_len: int, cfg: DecoderConfig) ->
     return DispatchShapes(
         prefill_row_len=row_len,
         max_pages_per_seq=max_pages,
+        windows=(0, *window_page_counts(cfg, rollout, max_len)),
         history_len=max_pages * page_len,
         keep_history=rollout.spec_tokens > 0,
         n_vocab=cfg.V,
@@ -128,17 +131,15 @@ def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> Pr
             positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
     ids = [0 if row is None else row.adapter for row in rows]
     adapters = np.array(ids, np.int32) if shapes.adapters else None
-    table = _page_table(rows, shapes.max_pages_per_seq)
-    return PrefillBatch(tokens, positions, table, adapters, _prefill_slots(rows, shapes))
+    tables = _page_tables(rows, shapes)
+    return PrefillBatch(tokens, positions, tables, adapters, _prefill_slots(rows, shapes))
 
 
 def _prefill_slots(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> PrefillSlots | None:
     if not shapes.states:
         return None
-    columns = [
-        (0, 0, 0) if row is None else (row.source, row.target, row.write_from) for row in rows
-    ]
-    return PrefillSlots(*np.array(columns, np.int32).reshape(-1, 3).T)
+    columns = [(0, 0) if row is None else (row.source, row.target) for row in rows]
+    return PrefillSlots(*np.array(columns, np.int32).reshape(-1, 2).T)
 
 
 def decode_batch(
@@ -166,7 +167,7 @@ def decode_batch(
         prompt_id=column(np.uint32, 0, lambda seq: seq.request.prompt_id & UINT32),
         sample=column(np.uint32, 0, lambda seq: seq.request.sample),
         stop_ids=stops,
-        page_table=_page_table(rows, shapes.max_pages_per_seq),
+        page_tables=_page_tables(rows, shapes),
         sampling=SamplingParams(
             temperature=column(np.float32, 0, lambda seq: seq.request.sampling.temperature),
             top_k=column(np.int32, 0, lambda seq: seq.request.sampling.top_k),
@@ -232,11 +233,12 @@ def _history(rows: list[RunningSequence | None], length: int) -> np.ndarray:
     return tokens
 
 
-def _page_table(
-    rows: Sequence[PrefillChunk | RunningSequence | None], n_columns: int
-) -> np.ndarray:
-    table = np.zeros((len(rows), n_columns), np.int32)
+def _page_tables(
+    rows: Sequence[PrefillChunk | RunningSequence | None], shapes: DispatchShapes
+) -> dict[int, np.ndarray]:
+    shape = len(rows), shapes.max_pages_per_seq
+    tables = {window: np.zeros(shape, np.int32) for window in shapes.windows}
     for b, row in enumerate(rows):
-        if row is not None:
-            table[b, : len(row.pages)] = row.pages
-    return table
+        for window, pages in row.tables.items() if row is not None else ():
+            tables[window][b, : len(pages)] = pages
+    return tables

@@ -31,7 +31,7 @@ from jaxrl.engine.device.sampling import (
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.kv_cache import KVCache
-from jaxrl.models.paged import forward_paged
+from jaxrl.models.paged import PageTables, forward_paged
 from sharding import Rules
 
 
@@ -46,7 +46,7 @@ class DecodeBatch:
     prompt_id: types.Array  # uint32 [B]
     sample: types.Array  # uint32 [B]
     stop_ids: types.Array  # int32 [B, n_stop], -1 = none
-    page_table: types.Array  # int32 [B, C]
+    page_tables: PageTables  # of B rows
     sampling: SamplingParams
     # int32 [B, S], all tokens so far; None without speculation and adjustments
     history: types.Array = None
@@ -149,7 +149,7 @@ def decode_steps(
         step, cache, position, token, remaining, counts, out = state
         active = position >= 0
         rows = token[:, None], position[:, None]
-        hidden, cache = forward(params, *rows, cache, batch.page_table, batch.slots)
+        hidden, cache = forward(params, *rows, cache, batch.page_tables, batch.slots)
         new, token = sample_tokens(
             params, hidden, keys, position, batch, counts, rules, keep_support=keep_support
         )

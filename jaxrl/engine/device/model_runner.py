@@ -67,7 +67,11 @@ class ModelRunner:
         self._static: dict[str, dict[str, Any]] = {  # arguments of the programs
             "prefill": model,
             "mixed": samples,
-            "copy_pages": {"rules": pool.rules, "stacked": pool.cfg.stacked},
+            "copy_pages": {
+                "rules": pool.rules,
+                "stacked": pool.cfg.stacked,
+                "windows": tuple(layer.mixer.window for layer in pool.cfg.layers),
+            },
             "copy_states": {"rules": pool.rules, "stacked": pool.cfg.stacked},
             "decode": samples | decodes,
         }
@@ -118,24 +122,25 @@ class ModelRunner:
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
-        self._copy("copy_pages", copies, padding=(0, self._n_pages()))
+        windows = self.shapes.windows
+        columns = self._columns(copies, padding=(0, self._n_pages()) * len(windows))
+        pairs = (dict(zip(windows, columns[i::2], strict=True)) for i in (0, 1))
+        self._copy("copy_pages", *pairs)
 
     def copy_states(self, copies: list[list[StateCopy]]) -> None:
         """Copies up to COPIES_PER_CALL states of each replica."""
-        self._copy("copy_states", copies, padding=(0, 0))
+        self._copy("copy_states", *self._columns(copies, padding=(0, 0)))
 
-    def _copy(
-        self,
-        kind: str,
-        copies: list[list[PageCopy]] | list[list[StateCopy]],
-        *,
-        padding: tuple[int, int],
-    ) -> None:
+    def _columns(
+        self, copies: list[list[PageCopy]] | list[list[StateCopy]], *, padding: tuple[int, ...]
+    ) -> np.ndarray:
         rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
-        pairs = np.array([row or padding for row in rows], np.int32).T
+        return np.array([row or padding for row in rows], np.int32).T
+
+    def _copy(self, kind: str, sources: Tree, targets: Tree) -> None:
         with self._call(kind, COPIES_PER_CALL):
             cache = self.allocated_cache()
-            self.cache = getattr(programs, kind)(cache, *pairs, **self._static[kind])
+            self.cache = getattr(programs, kind)(cache, sources, targets, **self._static[kind])
 
     def decode(
         self,
@@ -215,7 +220,9 @@ class ModelRunner:
         """The inputs of a program without rows."""
         kind, bucket, adjusted = program
         if kind in COPIES:
-            return (np.zeros(self.pool.n_replicas * bucket, np.int32),) * 2
+            ids = np.zeros(self.pool.n_replicas * bucket, np.int32)
+            by_window = dict.fromkeys(self.shapes.windows, ids)
+            return (by_window if kind == "copy_pages" else ids,) * 2
         if kind == "prefill":
             return (self._prefill_batch([], bucket),)
         if kind == "mixed":

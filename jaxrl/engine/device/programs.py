@@ -19,8 +19,8 @@ from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.kv_cache import KVCache
-from jaxrl.models.paged import PrefillSlots, forward_mixed, forward_paged
+from jaxrl.models.kv_cache import JoinedPools, KVCache, of_window
+from jaxrl.models.paged import PageTables, PrefillSlots, forward_mixed, forward_paged
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -39,7 +39,7 @@ class PrefillBatch:
 
     tokens: Any  # int32 [R, T]
     positions: Any  # int32 [R, T], -1 at padding
-    page_table: Any  # int32 [R, C]
+    page_tables: PageTables  # of R rows
     adapters: Any  # int32 [R]; None for an engine without any
     slots: PrefillSlots | None = None  # None for models without a state
 
@@ -76,6 +76,10 @@ def per_replica(
     return run
 
 
+def _cache_axis(params: Decoder, cache: KVCache) -> int:
+    return int(params.cfg.stacked and cache.joined is None)
+
+
 @functools.partial(engine_program, static_argnames=("rules", "implementation"))
 @jax.named_scope("rollout")
 def prefill(
@@ -95,14 +99,14 @@ def prefill(
             batch.tokens,
             batch.positions,
             cache,
-            batch.page_table,
+            batch.page_tables,
             batch.slots,
             rules=rules.in_replica(),
             implementation=implementation,
         )
         return cache
 
-    run = per_replica(prefill_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=1)
+    run = per_replica(prefill_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1)
     return run(params, cache, batch)
 
 
@@ -130,10 +134,10 @@ def mixed(
             params,
             prefilled.tokens,
             prefilled.positions,
-            prefilled.page_table,
+            prefilled.page_tables,
             batch.token,
             batch.position,
-            batch.page_table,
+            batch.page_tables,
             cache,
             prefilled.slots,
             batch.slots,
@@ -154,37 +158,67 @@ def mixed(
         return cache, out
 
     run = per_replica(
-        mixed_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=2, returns_output=True
+        mixed_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=2, returns_output=True
     )
     cache, out = run(params, cache, prefilled, batch)
     return cache, jax.reshard(out, jax.P())
 
 
-@functools.partial(engine_program, static_argnames=("rules", "stacked"))
+@functools.partial(engine_program, static_argnames=("rules", "stacked", "windows"))
 @jax.named_scope("rollout")
 def copy_pages(
     cache: KVCache,
-    sources: Int[Array, "n"],
-    targets: Int[Array, "n"],
+    sources: dict[int, Int[Array, "n"]],
+    targets: dict[int, Int[Array, "n"]],
     *,
     rules: Rules,
     stacked: bool,
+    windows: tuple[int, ...],
 ) -> KVCache:
-    """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding."""
-    lead = (slice(None),) if stacked else ()
+    """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding.
+
+    The pages are by window, as `PageTables`; `windows` has that of each layer.
+    """
+    joined = cache.joined
+    lead = (slice(None),) if stacked and joined is None else ()
 
     def copy_one(_, cache: KVCache, sources, targets) -> KVCache:
-        def copy(pages: jax.Array) -> jax.Array:
-            axes = (*(None,) * len(lead), None, "kv_heads")
-            spec = rules.in_replica().spec(*axes, *(None,) * (pages.ndim - len(axes)))
-            copied = pages.at[(*lead, sources)].get(out_sharding=spec)
-            return pages.at[(*lead, targets)].set(copied, mode="drop", out_sharding=spec)
+        if joined is not None:
+            sources, targets = ({0: _in_joined(ids, joined)} for ids in (sources, targets))
 
-        pages = jax.tree.map(copy, dataclasses.replace(cache, states=None))
+        def copied(pages: KVCache, window: int) -> KVCache:
+            source, target = of_window(sources, window), of_window(targets, window)
+
+            def copy(pool: jax.Array) -> jax.Array:
+                axes = (*(None,) * len(lead), None, "kv_heads")
+                spec = rules.in_replica().spec(*axes, *(None,) * (pool.ndim - len(axes)))
+                found = pool.at[(*lead, source)].get(out_sharding=spec)
+                return pool.at[(*lead, target)].set(found, mode="drop", out_sharding=spec)
+
+            return jax.tree.map(copy, pages)
+
+        pages = dataclasses.replace(cache, states=None)
+        if joined is not None:
+            pages = copied(pages, 0)
+        elif stacked:
+            pages = copied(pages, windows[0])
+        else:
+            for i, window in enumerate(windows):
+                pages = pages.with_layer(i, copied(pages.layer(i), window))
         return dataclasses.replace(pages, states=cache.states)
 
     run = per_replica(copy_one, rules, cache_axis=len(lead), n_inputs=2)
     return run(None, cache, sources, targets)
+
+
+def _in_joined(ids: dict[int, Int[Array, "n"]], joined: JoinedPools) -> Int[Array, "m"]:
+    """The pages of all layers in joined pools; past their end if past that of a layer."""
+    *starts, end = joined.starts
+    rows = []
+    for window, size, start in zip(joined.windows, joined.sizes, starts, strict=True):
+        page = of_window(ids, window)
+        rows.append(jnp.where(page < size, start + page, end))
+    return jnp.concatenate(rows)
 
 
 @functools.partial(engine_program, static_argnames=("rules", "stacked"))
@@ -255,7 +289,7 @@ def decode(
         )
 
     run = per_replica(
-        decode_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=1, returns_output=True
+        decode_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1, returns_output=True
     )
     cache, out = run(params, cache, batch)
     return cache, jax.reshard(out, jax.P())

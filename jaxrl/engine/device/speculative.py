@@ -112,7 +112,7 @@ def speculative_steps(
             tokens.reshape(B * W, 1),
             jnp.where(fed, positions, -1).reshape(B * W, 1),
             cache,
-            batch.page_table,
+            batch.page_tables,
             rules=rules,
             implementation=implementation,
         )

@@ -116,7 +116,14 @@ class RunCosts:
             used = plan["rollout_weight_bytes"] + temporaries
         wanted = rollout.n_pages or rollout.max_num_seqs * self._shapes.max_pages_per_seq
         left = plan["budget_bytes"] - used - plan.get("state_bytes", 0)
-        return min(wanted, max(int(left // plan["page_bytes"]), 0))
+        return min(wanted, max(int(left // self._bytes_of_a_page()), 0))
+
+    def _bytes_of_a_page(self) -> float:
+        """Bytes of a page of all layers, of which those with a window have fewer pages."""
+        plan, fewer = self.plan, 0.0
+        for n, size in plan.get("window_pages", {}).values():
+            fewer += (1 - n / max(plan["kv_pages"], 1)) * size
+        return plan["page_bytes"] - fewer
 
     def sequences(self, split: Split) -> int:
         """Sequences of maximum length that a replica holds."""

@@ -88,7 +88,7 @@ def paged_hidden(model):
     cache, table = init_cache(model.cfg, 4, 64, jnp.float32, DECODE), jnp.array([[0, 1], [2, 3]])
     positions = jnp.array([np.arange(5), [0, 1, 2, -1, -1]])
     tokens = jnp.asarray(TOKENS[:2, :5])
-    return forward_paged(model, tokens, positions, cache, table, rules=DECODE)[0]
+    return forward_paged(model, tokens, positions, cache, {0: table}, rules=DECODE)[0]
 
 
 @pytest.mark.parametrize(
