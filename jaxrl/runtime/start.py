@@ -35,10 +35,23 @@ def begin_loading() -> None:
     """
     begin_program()
     print("jaxrl: loading", flush=True)
+    _use_cpu_without_accelerator()
+    gc.disable()
+
+
+def prepare_libraries() -> None:
+    """As `begin_loading` for the libraries that another program, such as a notebook, imports next:
+    no advice of transformers, and no search for accelerators that are not here.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    _use_cpu_without_accelerator()
+
+
+def _use_cpu_without_accelerator() -> None:
+    """Sets JAX_PLATFORMS=cpu, with a line, if only packages for accelerators are here."""
     if "JAX_PLATFORMS" not in os.environ and _has_plugin() and not _has_accelerator():
         os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise libtpu and CUDA print errors
         print("jaxrl: no TPU or NVIDIA GPU on this machine; JAX_PLATFORMS=cpu", flush=True)
-    gc.disable()
 
 
 def end_loading() -> None:
