@@ -154,9 +154,7 @@ def override(config: ConfigDict, name: str, given: Any) -> None:
         section[last] = value
 
 
-def config_of(
-    source: str | Path | ConfigDict | RunConfig, overrides: Mapping[str, Any]
-) -> ConfigDict:
+def config_of(source: Any, overrides: Mapping[str, Any]) -> ConfigDict:
     """A copy of the config that `source` names or is, with dotted keys set to other values.
 
     `source` is a config file, the name of a file in configs/ ("quickstart"), a run's config.json, a

@@ -17,7 +17,6 @@ from jaxrl.rewards.worker_thread import OwnFunctions, named
 from jaxrl.tracking.notebook import plain_console
 from jaxrl.train import train as run_program
 
-
 Rewards = Callable[..., Any] | list[Callable[..., Any]] | tuple[Callable[..., Any], ...]
 
 

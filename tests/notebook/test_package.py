@@ -1,4 +1,4 @@
-"""Tests of jaxrl/__init__.py: the functions of a notebook, which are imported at their first use."""
+"""Tests of jaxrl/__init__.py: functions that are imported at their first use."""
 
 import importlib
 import subprocess
