@@ -17,7 +17,7 @@ from jaxrl.config.saved import read_run_config
 from jaxrl.evaluate import evaluate as run_program
 from jaxrl.json_text import Message, parse_json
 from jaxrl.notebook.run_folder import RunFolder
-from jaxrl.notebook.training import Rewards, in_this_process, with_own_rewards
+from jaxrl.notebook.training import OwnRewards, in_this_process, with_own_rewards
 from jaxrl.trainer.export import export_checkpoint
 from jaxrl.trainer.setup.opening import open_evaluation
 
@@ -28,7 +28,7 @@ def evaluate(
     model: RunFolder | str | Path,
     *,
     overrides: Mapping[str, Any] | None = None,
-    reward: Rewards | None = None,
+    reward: OwnRewards | None = None,
 ) -> dict[str, Any]:
     """Mean reward and pass@k with standard errors, by data source: as `python -m jaxrl.evaluate`.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -59,7 +60,8 @@ def plan(
         status, text, errors = _run(arguments)
         numbers = parse_json(target.read_text()) if target.exists() else {}
     if status not in (0, MISFIT):
-        raise ValueError(errors.rpartition("error: ")[2].strip() or f"exit status {status}")
+        message = re.search(r"^error: (.*)", errors, re.MULTILINE | re.DOTALL)
+        raise ValueError(message[1].strip() if message else f"the planner ended with {status}")
     return RunPlan(fits=status == 0, text=text or errors, numbers=numbers)
 
 

@@ -17,14 +17,14 @@ from jaxrl.rewards.worker_thread import OwnFunctions, named
 from jaxrl.tracking.notebook import plain_console
 from jaxrl.train import train as run_program
 
-Rewards = Callable[..., Any] | list[Callable[..., Any]] | tuple[Callable[..., Any], ...]
+OwnRewards = Callable[..., Any] | list[Callable[..., Any]] | tuple[Callable[..., Any], ...]
 
 
 def train(
     config: str | Path | ConfigDict | RunConfig,
     *,
     overrides: Mapping[str, Any] | None = None,
-    reward: Rewards | None = None,
+    reward: OwnRewards | None = None,
 ) -> RunFolder:
     """Trains to the last step, or resumes the run in the config's run folder.
 
@@ -49,7 +49,7 @@ def train(
 
 
 def with_own_rewards(
-    overrides: Mapping[str, Any], reward: Rewards | None
+    overrides: Mapping[str, Any], reward: OwnRewards | None
 ) -> tuple[dict[str, Any], OwnFunctions | None]:
     """The overrides with the names of the caller's reward functions, and these functions."""
     if reward is None:

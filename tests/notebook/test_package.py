@@ -14,10 +14,10 @@ def test_importing_the_package_imports_no_jax_and_lists_the_functions():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded, *names = done.stdout.split()
     assert loaded == "False"
-    assert {"RunFolder", "generate", "plan", "train"} <= set(names)
+    assert {"RunFolder", "evaluate", "generate", "plan", "train"} <= set(names)
 
 
-@pytest.mark.parametrize("name", ["plan", "train"])
+@pytest.mark.parametrize("name", ["evaluate", "plan", "train"])
 def test_the_module_of_a_program_is_called_as_the_function(name, monkeypatch):
     notebook, called = importlib.import_module("jaxrl.notebook"), []
     monkeypatch.setattr(notebook, name, lambda *args, **kwargs: called.append((args, kwargs)))
@@ -25,7 +25,7 @@ def test_the_module_of_a_program_is_called_as_the_function(name, monkeypatch):
     assert getattr(jaxrl, name) is module
     getattr(jaxrl, name)("quickstart", overrides={})
     assert called == [(("quickstart",), {"overrides": {}})]
-    assert callable(module.main if name == "plan" else module.train)  # it is still the module
+    assert callable(module.main if name == "plan" else getattr(module, name))  # still the module
 
 
 def test_other_names_are_no_attributes():
