@@ -16,15 +16,18 @@ from jaxrl.trainer.export import export_checkpoint
 REPORT_HEIGHT = 900  # pixels
 
 
-@dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """A run's folder. In a notebook it is shown as the curve of its rewards."""
+    """A run's folder. In a notebook it is shown as the curve of its rewards.
 
-    run_dir: Path
-    interrupted: bool = False  # before its last step, with its state saved
+    `interrupted` is whether `train` returned before the last step, with the state saved.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "run_dir", Path(self.run_dir).expanduser())
+    def __init__(self, run_dir: str | Path, *, interrupted: bool = False):
+        self.run_dir = Path(run_dir).expanduser()
+        self.interrupted = interrupted
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.run_dir)!r}{', interrupted=True' * self.interrupted})"
 
     @property
     def metrics(self) -> Any:
