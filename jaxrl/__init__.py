@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 def _load(module: str) -> ModuleType:
     """Imports a module that imports JAX."""
-    if "jax" not in sys.modules:
+    if "jaxrl.notebook" not in sys.modules:
         importlib.import_module("jaxrl.runtime.start").prepare_libraries()
     return importlib.import_module(module)
 
