@@ -90,7 +90,8 @@ def test_a_run_with_a_function_of_the_caller_is_interrupted_resumed_and_used(tin
     )
     with pytest.raises(ValueError, match=r"pass it with jaxrl.train\(\.\.\., reward=letters\)"):
         evaluate(run)
-    found = evaluate(run, overrides={"eval.n": 2}, reward=letters)
+    sampled = {"eval.n": 2, "eval.sampling.temperature": 1.0}
+    found = evaluate(run, overrides=sampled, reward=letters)
     assert found["all"]["prompts"] == 8
 
 
