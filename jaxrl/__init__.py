@@ -4,7 +4,7 @@
 
     run = jaxrl.train("configs/quickstart.py", overrides={"total_steps": 24})
 
-The functions for notebooks are in jaxrl/notebook.py, which is imported at the first use of one:
+The functions for notebooks are in jaxrl/notebook/, which is imported at the first use of one:
 `import jaxrl` itself imports no JAX. `jaxrl.train`, `jaxrl.evaluate` and `jaxrl.plan` are also the
 modules of the programs of these names, as in `python -m jaxrl.train`; they can be called.
 """

@@ -15,9 +15,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, SupportsFloat
 
 from jaxrl.config.user_code import error_text
+from jaxrl.rewards.calls import (
+    CallSignature,
+    RewardFunction,
+    RewardResult,
+    check_score,
+    late,
+    read_signature,
+)
 from jaxrl.rewards.functions import load_reward, pool_option
-from jaxrl.rewards.signatures import CallSignature, RewardFunction, read_signature
-from jaxrl.rewards.worker_messages import RewardResult, check_score, late
 from jaxrl.subprocesses.channel import WorkerChannel
 from jaxrl.subprocesses.descendants import adopt_orphans, end_descendants, reap_orphans
 from jaxrl.subprocesses.process import connect, time_limit
@@ -59,7 +65,7 @@ def answer_calls(
     """Finds the functions, reports their signatures or the error, then answers calls.
 
     Every call runs within `around_call(its time limit in seconds)`. Returns when the trainer closes
-    the socket. rewards/worker_messages.py has the messages.
+    the socket. rewards/calls.py has the messages.
     """
     try:
         specs, limits_s = channel.receive()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.rewards.signatures import RewardFunction
+from jaxrl.rewards.calls import RewardFunction
 from jaxrl.rewards.worker import answer_calls
 from jaxrl.subprocesses.channel import Channel, WorkerChannel
 from jaxrl.subprocesses.process import WorkerFailed

@@ -1,12 +1,12 @@
-"""Tests of jaxrl/rewards/signatures.py."""
+"""Tests of jaxrl/rewards/calls.py."""
 
 import functools
 import math
 
 import pytest
 
+from jaxrl.rewards.calls import CallSignature, read_signature
 from jaxrl.rewards.functions import BUILT_IN, load_reward
-from jaxrl.rewards.signatures import CallSignature, read_signature
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = ("prompts", "completions", "completion_ids")

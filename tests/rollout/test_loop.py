@@ -1,4 +1,4 @@
-"""Tests of rollout/single_turn.py."""
+"""Tests of rollout/loop.py: rollouts of a single turn."""
 
 import dataclasses
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.rollout.loop import generate
-from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
+from jaxrl.rollout.loop import SingleTurnRunner, generate, sampled_requests
 from jaxrl.types import Prompt
 from tests.engine.engine_cases import make_engine
 

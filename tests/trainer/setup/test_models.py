@@ -1,11 +1,11 @@
-"""Tests of jaxrl/trainer/setup/data.py: templates whose turns never end are noticed."""
+"""Tests of jaxrl/trainer/setup/models.py: templates whose turns never end are noticed."""
 
 import dataclasses
 
 import pytest
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.trainer.setup.data import make_renderer
+from jaxrl.trainer.setup.models import make_renderer
 from tests.trainer.conftest import LLAMA
 
 
