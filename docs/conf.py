@@ -59,6 +59,7 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "ignore-module-all": True}
 
 PACKAGES = {  # page -> what it is; the pages of the Python API in reading order
+    "jaxrl.notebook": "functions for notebooks and scripts",
     "jaxrl.types": "data types that cross package borders",
     "jaxrl.config": "configuration keys, checks and the command line",
     "jaxrl.algorithms": "advantages, losses and importance correction",

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # answers a mistyped argument before the imports tha
     CONFIG = read(sys.argv[1:])
     begin_loading()
 
+from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.tracking.json_lines import JsonLines, json_safe
 from jaxrl.trainer.core import sampling_seed
@@ -27,15 +28,15 @@ from jaxrl.types import ScoredRollout
 from sharding import hosts
 
 
-def evaluate(cfg: RunConfig) -> bool:
+def evaluate(cfg: RunConfig, own_rewards: OwnFunctions | None = None) -> bool:
     """Samples and rewards the prompts of data.val, and writes the statistics and the samples.
 
-    Returns False if it was interrupted. Then it writes no file. Raises RewardsFailed, after writing
-    the files, if too many rewards failed.
+    `own_rewards` is as in `open_evaluation`. Returns False if it was interrupted. Then it writes no
+    file. Raises RewardsFailed, after writing the files, if too many rewards failed.
     """
     start = time.monotonic()
     try:
-        with open_evaluation(cfg) as opened, stop_on_signals(opened.engines.stop):
+        with open_evaluation(cfg, own_rewards) as opened, stop_on_signals(opened.engines.stop):
             end_loading()
             engines = opened.engines
             rollouts, speed = engines.sample(

@@ -111,13 +111,20 @@ def _show(plan: Plan | None, job: Job, options: dict[str, str]) -> int:
     """Prints a plan, and what to change if it does not fit; returns the exit status."""
     if plan is None:
         return 2
-    if "json" in options:
+    if file := options.get("json"):
+        pathlib.Path(file).write_text(json.dumps(plan.json()))
+    if _prints_json(options):
         print(json.dumps(plan.json()))
     else:
         show(plan)
     if not plan.fits and "search" not in options:
-        print(remedies_text(job), file=sys.stderr if "json" in options else sys.stdout)
+        print(remedies_text(job), file=sys.stderr if _prints_json(options) else sys.stdout)
     return 0 if plan.fits else 2
+
+
+def _prints_json(options: dict[str, str]) -> bool:
+    """Whether the object is printed: a bare --json names no file."""
+    return options.get("json") == ""
 
 
 def _compare(*files: str) -> None:
@@ -130,7 +137,7 @@ def _search(job: Job, options: dict[str, str]) -> Plan | None:
     """The best plan of a search, whose candidates it prints; None if no program compiled."""
     n = int(options["search"] or FINALISTS)
     found = search(job, finalists=n, on_start=_report_progress)
-    print(search_text(found, job.cfg), file=sys.stderr if "json" in options else sys.stdout)
+    print(search_text(found, job.cfg), file=sys.stderr if _prints_json(options) else sys.stdout)
     return found[0][1]
 
 

@@ -13,14 +13,18 @@ if __name__ == "__main__":  # answers a mistyped key before the imports that tak
     CONFIG = parse(sys.argv[1:])
     begin_loading()
 
+from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.trainer.loop import exit_status, run_to_end
 from jaxrl.trainer.rl_step import train_step, validate
 from jaxrl.trainer.setup.opening import open_run
 
 
-def train(cfg: RunConfig) -> bool:
-    """Trains to the last step. Returns False if the run was interrupted and its state saved."""
-    with open_run(cfg) as run:
+def train(cfg: RunConfig, own_rewards: OwnFunctions | None = None) -> bool:
+    """Trains to the last step. Returns False if the run was interrupted and its state saved.
+
+    `own_rewards` is as in `open_run`.
+    """
+    with open_run(cfg, own_rewards) as run:
         end_loading()
         return run_to_end(run, train_step, validate)
 

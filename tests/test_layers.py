@@ -41,7 +41,7 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
         "jaxrl.plan",
         "jaxrl.serve",
     },
-    {"jaxrl.cli", "jaxrl.doctor"},
+    {"jaxrl.cli", "jaxrl.doctor", "jaxrl.notebook"},
 ]
 LAYER = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 WITHOUT_JAX = (
@@ -56,9 +56,11 @@ WITHOUT_JAX = (
     "jaxrl/engine/scheduler.py",
 )
 EXTRAS = {
+    "IPython",
     "gguf",
     "llguidance",
     "mlflow",
+    "pandas",
     "ray",
     "reasoning_gym",
     "wandb",

@@ -6,10 +6,12 @@
 """
 
 import ast
+import copy
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
@@ -17,8 +19,17 @@ from ml_collections import ConfigDict
 from jaxrl.config.config_file import load_config
 from jaxrl.config.help import USAGE, default, help_text
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.resolve import default_config, resolve
-from jaxrl.config.schema import Key, convert, find_key, key_hint, keys, nearest, unknown_key
+from jaxrl.config.resolve import default_config, raise_errors, resolve
+from jaxrl.config.schema import (
+    Key,
+    convert,
+    find_key,
+    key_hint,
+    keys,
+    nearest,
+    to_dict,
+    unknown_key,
+)
 
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
@@ -118,10 +129,11 @@ def stop(message: str, *more: str) -> NoReturn:
     raise SystemExit(f"error: {message}")
 
 
-def override(config: ConfigDict, name: str, text: str) -> None:
-    """Sets the dotted key `name` to the value of `text` in the key's type.
+def override(config: ConfigDict, name: str, given: Any) -> None:
+    """Sets the dotted key `name` to a value of the key's type, given as it is or as text.
 
-    Raises ValueError for a text of another type, and for an unknown key with the closest known one.
+    Raises ValueError for a value of another type, and for an unknown key with the closest known
+    one.
     """
     known = keys(RunConfig)
     _check_key(name, known)
@@ -132,12 +144,45 @@ def override(config: ConfigDict, name: str, text: str) -> None:
     spec = known.get(name)
     if spec is None:  # a name in a mapping
         with section.ignore_type():
-            section[last] = read_value(text)
-    elif spec.is_mapping:
+            section[last] = read_value(given) if isinstance(given, str) else given
+        return
+    value = _typed(given, spec) if isinstance(given, str) else convert(given, spec)
+    if spec.is_mapping:
         with section.ignore_type():
-            section[last] = ConfigDict(_typed(text, spec))
+            section[last] = ConfigDict(value)
     else:
-        section[last] = _typed(text, spec)
+        section[last] = value
+
+
+def config_of(source: Any, overrides: Mapping[str, Any]) -> ConfigDict:
+    """A copy of the config that `source` names or is, with dotted keys set to other values.
+
+    `source` is a config file, the name of a file in configs/ ("quickstart"), a run's config.json, a
+    ConfigDict or a run's config. Raises one ValueError for all wrong overrides.
+    """
+    match source:
+        case ConfigDict():
+            config = copy.deepcopy(source)
+        case RunConfig():
+            config = default_config()
+            config.update(to_dict(source))
+        case str() | Path() if Path(source).suffix:
+            config = load_config(str(source))
+        case str() | Path():
+            config = load_config(f"configs/{source}.py")
+        case _:
+            raise ValueError(
+                f"the config is a {type(source).__name__}; give the path of a config file, or the "
+                "ConfigDict of jaxrl.config.default_config()"
+            )
+    errors = []
+    for name, value in overrides.items():
+        try:
+            override(config, name, value)
+        except ValueError as error:
+            errors.append(str(error))
+    raise_errors(errors)
+    return config
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""Config files: Python with a function get_config(), run and checked."""
+"""Config files: Python with a function get_config(), run and checked; config.json of a run."""
 
 import ast
 import importlib.util
@@ -12,17 +12,24 @@ from ml_collections import ConfigDict
 
 import jaxrl
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.schema import convert, find_key, keys, type_text, unknown_key
+from jaxrl.config.resolve import default_config
+from jaxrl.config.saved import from_json
+from jaxrl.config.schema import convert, find_key, keys, to_dict, type_text, unknown_key
 
 
 def load_config(path: str) -> ConfigDict:
     """The result of get_config() in a Python file; text after a colon is its argument.
 
-    A relative path is searched in the working directory, then next to the installed package. Raises
-    one ValueError for all keys that do not exist and all literals of a wrong type.
+    A file config.json of a run folder is the config of that run. A relative path is searched in the
+    working directory, then next to the installed package. Raises one ValueError for all keys that
+    do not exist and all literals of a wrong type.
     """
     name, *argument = path.split(":", 1)
     file = _find(name)
+    if file.suffix == ".json":
+        config = default_config()
+        config.update(to_dict(from_json(file.read_text())))
+        return config
     module = _run_file(file)
     if not hasattr(module, "get_config"):
         raise ValueError(

@@ -21,6 +21,7 @@ Compiles the programs of a run for devices that need not be attached, from the m
     --response-len=N       average response length in tokens (default: data.max_response_len)
     --job=NAME             program that the config is for: train (default), sft, dpo, reward_model
     --json                 print one JSON object instead of tables
+    --json=FILE            write that object to a file, and print the tables
     --search[=N]           try meshes, token budgets and remat policies; compile until N (4) fit
     --compare A B          print the numbers in which two plans differ (files with --json output)
 

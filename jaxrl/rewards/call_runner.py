@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.calls import CallSignature, RewardResult, late, read_results, read_signatures
+from jaxrl.rewards.worker_thread import OwnFunctions, WorkerThread
 from jaxrl.subprocesses.channel import ProtocolError, wait
 from jaxrl.subprocesses.output import OutputLog
 from jaxrl.subprocesses.process import (
@@ -46,9 +47,9 @@ class FunctionCall:
 
 @dataclasses.dataclass
 class _Worker:
-    """A process and its unanswered calls, numbered."""
+    """A process or thread and its unanswered calls, numbered."""
 
-    process: WorkerProcess
+    process: WorkerProcess | WorkerThread
     deadline: float  # of its start, then of its first call
     late_at: float = 0.0  # when the first call has taken half its time
     ready: bool = False
@@ -66,13 +67,19 @@ class _Worker:
 class CallRunner:
     """cfg.workers processes that run calls, and spares. Not thread-safe.
 
-    The constructor returns once all workers have imported the functions. It raises ValueError if
-    one cannot.
+    With `own` functions the workers are threads of this process. The constructor returns once all
+    workers have imported the functions. It raises ValueError if one cannot.
     """
 
-    def __init__(self, cfg: RewardConfig, limits_s: Sequence[float], output: OutputLog):
+    def __init__(
+        self,
+        cfg: RewardConfig,
+        limits_s: Sequence[float],
+        output: OutputLog,
+        own: OwnFunctions | None = None,
+    ):
         self.signatures: list[CallSignature] = []  # of the functions
-        self._cfg, self._limits_s, self._output = cfg, limits_s, output
+        self._cfg, self._limits_s, self._output, self._own = cfg, limits_s, output, own
         self._workers: list[_Worker] = []
         self._queue: collections.deque[FunctionCall] = collections.deque()
         self._results: dict[CallKey, RewardResult] = {}  # not taken yet
@@ -156,14 +163,17 @@ class CallRunner:
             self._n_started += 1
             name = f"reward worker {self._n_started}"
             try:
-                process = WorkerProcess(
-                    "jaxrl.rewards.worker", name, self._output, ends_descendants=True
-                )
+                process = self._start_worker(name)
             except WorkerFailed as error:
                 self._lost(str(error))
                 return
             process.channel.send((self._cfg.functions, self._limits_s))
             self._workers.append(_Worker(process, time.monotonic() + START_TIMEOUT_S))
+
+    def _start_worker(self, name: str) -> WorkerProcess | WorkerThread:
+        if self._own:
+            return WorkerThread(self._own, name)
+        return WorkerProcess("jaxrl.rewards.worker", name, self._output, ends_descendants=True)
 
     def _send_calls(self, n_calls: int) -> None:
         """Gives calls to free workers, unless the configured number of workers is busy."""

@@ -4,6 +4,9 @@ A worker is a fresh Python process (not a fork: the parent has JAX's threads) wi
 a separate session, so Ctrl-C reaches the parent only. If an answer exceeds the time limit, the
 worker and all that it has started are killed and the call becomes an error. Workers that died, in a
 call or idle, are replaced (rewards/call_runner.py).
+
+Functions that the caller of the trainer passes as objects run in threads of this process instead
+(rewards/worker_thread.py).
 """
 
 import itertools
@@ -17,6 +20,7 @@ from jaxrl.rewards.call_runner import CallKey, CallRunner, FunctionCall
 from jaxrl.rewards.calls import CallSignature, RewardResult, is_score
 from jaxrl.rewards.functions import check_start, metric_names, pool_option
 from jaxrl.rewards.sandbox.folder import remove_left
+from jaxrl.rewards.worker_thread import OwnFunctions, check_passed
 from jaxrl.subprocesses.output import OutputLog, print_line
 from jaxrl.types import Prompt, Reward, Rollout
 
@@ -31,7 +35,8 @@ class RewardPool:
     ValueError for an unknown name, a module that cannot be imported, a function of no known form
     (rewards/calls.py), a wrong number of weights, or a reward that cannot run on this machine.
     `decode` turns tokens into text with special tokens, for functions that declare prompt_str or
-    query_str. `write` gets each line that the functions print. Not thread-safe.
+    query_str. `own` has the functions of this process that cfg.functions names: all of them, or
+    None. `write` gets each line that the functions print. Not thread-safe.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class RewardPool:
         cfg: RewardConfig,
         decode: Callable[[np.ndarray], str] | None = None,
         *,
+        own: OwnFunctions | None = None,
         write: Callable[[str], None] = print_line,
     ):
         self.names = metric_names(cfg.functions)
@@ -48,6 +54,7 @@ class RewardPool:
                 f"{len(cfg.functions)} reward functions and {len(cfg.weights)} weights; set "
                 "reward.weights to one number per function, or to () for 1.0 each"
             )
+        check_passed(cfg.functions, own or {})
         for function in cfg.functions:
             check_start(function)
         self._cfg = cfg
@@ -55,7 +62,7 @@ class RewardPool:
         self._limits_s = [pool_option(f, "timeout_s") or cfg.timeout_s for f in cfg.functions]
         self._concurrency = [int(pool_option(f, "concurrency")) for f in cfg.functions]
         self._batch_sizes = [int(pool_option(f, "batch_size")) for f in cfg.functions]
-        self._runner = CallRunner(cfg, self._limits_s, OutputLog(write))
+        self._runner = CallRunner(cfg, self._limits_s, OutputLog(write), own)
         self._n_items = 0  # responses so far
         self._submitted: dict[int, tuple[range, list[CallKey]]] = {}  # by ticket
         self._tickets = itertools.count()

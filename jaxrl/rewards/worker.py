@@ -5,12 +5,13 @@ killed at any time. Whatever a function does, at worst this process ends.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import math
 import os
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, SupportsFloat
 
 from jaxrl.config.user_code import error_text
@@ -39,16 +40,37 @@ class LoadedReward:
 
 
 def main(fd: int) -> None:
-    """Loads the functions, reports their signatures or the error, then answers calls.
-
-    Returns when the parent closes the socket. rewards/calls.py has the messages.
-    """
+    """Answers calls until the parent closes the socket, then ends what the functions started."""
     channel = connect(fd)
     adopt_orphans()
     try:
+        answer_calls(channel, load_reward, limited_call)
+    finally:
+        end_descendants(os.getpid())
+
+
+@contextlib.contextmanager
+def limited_call(limit_s: float) -> Iterator[None]:
+    """A call that ends this process if it takes longer; takes the statuses of orphans after it."""
+    with time_limit(limit_s):
+        yield
+    reap_orphans()
+
+
+def answer_calls(
+    channel: WorkerChannel,
+    find: Callable[[str], RewardFunction],
+    around_call: Callable[[float], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Finds the functions, reports their signatures or the error, then answers calls.
+
+    Every call runs within `around_call(its time limit in seconds)`. Returns when the trainer closes
+    the socket. rewards/calls.py has the messages.
+    """
+    try:
         specs, limits_s = channel.receive()
         try:
-            rewards = [load(spec, limit) for spec, limit in zip(specs, limits_s, strict=True)]
+            rewards = [load(spec, s, find) for spec, s in zip(specs, limits_s, strict=True)]
         except BaseException as error:
             text = str(error) if isinstance(error, ValueError) else error_text(error)
             channel.send({"error": text})
@@ -59,19 +81,16 @@ def main(fd: int) -> None:
                 calls = channel.receive()
                 channel.send({"begin": calls[0][0]})
                 for number, index, n, arguments, limit_s in calls:
-                    with time_limit(limit_s):
+                    with around_call(limit_s):
                         results = call(rewards[index], arguments, n, loop)
                     answer(channel, number, results)
-                reap_orphans()
     except (EOFError, OSError):  # the parent closed the socket or is gone
         return
-    finally:
-        end_descendants(os.getpid())
 
 
-def load(spec: str, limit_s: float) -> LoadedReward:
-    """Imports a function. Raises ValueError if that fails or it cannot be called as a reward."""
-    function = load_reward(spec)
+def load(spec: str, limit_s: float, find: Callable[[str], RewardFunction]) -> LoadedReward:
+    """Finds a function. Raises ValueError if that fails or it cannot be called as a reward."""
+    function = find(spec)
     try:
         signature = read_signature(function)
     except ValueError as error:

@@ -42,12 +42,31 @@ def begin_loading() -> None:
     """
     begin_program()
     print("jaxrl: loading", flush=True)
+    _prepare_devices()
+    gc.disable()
+
+
+def prepare_libraries() -> None:
+    """Sets what libraries read as `begin_loading` does, in another program, such as a notebook.
+
+    Raises ValueError if the share of a GPU's memory is invalid.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        _prepare_devices()
+    except SystemExit as error:
+        raise ValueError(str(error).removeprefix("error: ")) from None
+
+
+def _prepare_devices() -> None:
+    """Sets JAX_PLATFORMS=cpu, with a line, if only packages for accelerators are here; else the
+    share of a GPU's memory.
+    """
     if "JAX_PLATFORMS" not in os.environ and installed_plugins() and not has_accelerator():
         os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise libtpu and CUDA print errors
         print("jaxrl: no TPU or NVIDIA GPU on this machine; JAX_PLATFORMS=cpu", flush=True)
     if has_gpu():
         set_gpu_memory()
-    gc.disable()
 
 
 def set_gpu_memory() -> None:

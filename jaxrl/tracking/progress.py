@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl.tracking.notebook import NotebookLive, in_notebook
 from sharding.hosts import is_main_process
 
 BAR_CHARS = 24
@@ -58,7 +59,8 @@ class Bar:
 
 
 class Progress:
-    """Prints status lines and bars: live in a terminal, a line every `interval_s` in a pipe.
+    """Prints status lines and bars: live in a terminal and in a notebook, else a line every
+    `interval_s`.
 
     Silent under pytest and in processes other than the main process. The default console is rich's
     global one, so that lines printed by loggers appear above the bars.
@@ -75,16 +77,21 @@ class Progress:
         self._waiting: list[tuple[str, float]] = []
         self._steps: tuple[int, int] | None = None  # done, total
         self._first: tuple[int, float] | None = None  # first reported `done`, and when
-        self._live: Live | None = None
+        self._live: Live | NotebookLive | None = None
 
     def __enter__(self) -> "Progress":
-        if not self.quiet and self.console.is_terminal:
+        if self.quiet:
+            return self
+        if in_notebook():
+            self._live = NotebookLive(self._render)
+        elif self.console.is_terminal:
             self._live = Live(
                 console=self.console,
                 get_renderable=self._render,
                 refresh_per_second=4,
                 transient=True,
             )
+        if self._live is not None:
             self._live.start()
         return self
 

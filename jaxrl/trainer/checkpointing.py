@@ -94,7 +94,7 @@ def save_after_error(core: Core, error: Exception) -> None:
 
 
 def report_saved(core: Core, reason: str) -> None:
-    """Waits for the checkpoint and prints the command that resumes the run."""
+    """Waits for the checkpoint and prints how to resume the run."""
     core.checkpoints.wait()
     core.session.progress.status(
         f"{reason}: saved after step {core.clock.step} of {core.clock.total_steps}. To resume:\n"
@@ -153,7 +153,9 @@ def save_classifier(core: Core, target: Path, params: Decoder, source: Path) -> 
 
 
 def resume_command() -> str:
-    """The command line of this process with config.resume set."""
+    """The command line of this process with config.resume set; words if it is another program."""
+    if not any(arg.lstrip("-").startswith("config") for arg in sys.argv[1:]):
+        return "call jaxrl.train again with the same arguments"
     argv = [a for a in sys.argv[1:] if not a.startswith("--config.resume")]
     name = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
     program = name if name.startswith("jaxrl.") else "jaxrl.train"

@@ -10,7 +10,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl.config import RunConfig, default_config, resolve
-from jaxrl.config.command_line import override, parse, read_args
+from jaxrl.config.command_line import config_of, override, parse, read_args
+from jaxrl.config.saved import to_json
 from jaxrl.config.schema import keys
 
 KEYS = keys(RunConfig)
@@ -318,3 +319,31 @@ def test_config_files_work_with_ml_collections_flags_too(config_file):
 
 def test_every_key_has_a_help_text():
     assert all(spec.doc for spec in KEYS.values())
+
+
+def test_a_call_takes_values_or_texts_for_keys_and_leaves_the_config_as_it_is(config_file):
+    given = default_config()
+    config = config_of(given, {"rollout.n": 16, "learner.lr": "1e-5", "data.train": ["a", "b"]})
+    assert (config.rollout.n, config.learner.lr, config.data.train) == (16, 1e-5, ("a", "b"))
+    assert given == default_config()
+    config = config_of(given, {"data.template_kwargs": {"enable_thinking": False}})
+    assert config.data.template_kwargs.to_dict() == {"enable_thinking": False}
+    with pytest.raises(
+        ValueError, match=r"(?s)rollout\.n=1\.5 is of type float.*no key rollout\.m"
+    ):
+        config_of(config_file(), {"rollout.n": 1.5, "rollout.m": 2})
+    with pytest.raises(ValueError, match="the config is a dict; give the path of a config file"):
+        config_of({"total_steps": 1}, {})
+
+
+def test_a_config_is_named_by_its_file_its_name_or_the_config_of_a_run(config_file, tmp_path):
+    assert config_of("quickstart", {}).name == "quickstart"
+    assert config_of(pathlib.Path(config_file("config.name = argument")), {}).name == ""
+    run = resolve(config_of("quickstart", {"total_steps": 5}))
+    assert resolve(config_of(run, {})) == run
+    saved = tmp_path / "config.json"
+    saved.write_text(to_json(run))
+    assert resolve(config_of(saved, {})) == run == parse([f"--config={saved}"])
+    saved.write_text("[]")
+    with pytest.raises(ValueError, match="is not an object"):
+        config_of(saved, {})

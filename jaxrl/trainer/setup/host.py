@@ -23,6 +23,7 @@ from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.functions import need_answer
 from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.rollout.agents.endpoint import AgentEndpoint
 from jaxrl.rollout.agents.runner import Agents
 from jaxrl.runtime.multihost import check_same_data, check_same_order
@@ -47,14 +48,17 @@ class HostSide:
     environments: Environments | None = None
 
 
-def open_host(session: Session) -> HostSide:
-    """Prompts for training and validation, their rewards, and environments if they are set."""
+def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
+    """Prompts for training and validation, their rewards, and environments if they are set.
+
+    `own` is as in RewardPool.
+    """
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
         check_speculation(models.decoder, cfg.rollout)
         maker = make_prompt_maker(cfg, models.renderer)
         iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
-        rewards = open_rewards(session, models, iterator.items, val)
+        rewards = open_rewards(session, models, iterator.items, val, own)
         environments = open_environments(cfg, session.stack)
     check_items(session, iterator, val)
     return HostSide(session, models, val, iterator, rewards, environments)
@@ -72,13 +76,16 @@ def open_offline_host(session: Session, maker: Callable[..., ItemMaker]) -> Host
     return HostSide(session, models, val, iterator)
 
 
-def open_evaluation_host(session: Session) -> HostSide:
-    """The prompts of an evaluation, their rewards, and environments if they are set."""
+def open_evaluation_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
+    """The prompts of an evaluation, their rewards, and environments if they are set.
+
+    `own` is as in RewardPool.
+    """
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
         check_speculation(models.decoder, cfg.rollout)
         prompts = load_val(cfg, make_prompt_maker(cfg, models.renderer))
-        rewards = open_rewards(session, models, prompts, [])
+        rewards = open_rewards(session, models, prompts, [], own)
         environments = open_environments(cfg, session.stack)
     session.progress.status(f"data: {len(prompts)} prompts")
     check_same_data([], prompts)
@@ -96,11 +103,15 @@ def check_context(cfg: RunConfig, decoder: DecoderConfig) -> None:
 
 
 def open_rewards(
-    session: Session, models: Models, prompts: Sequence[Prompt], more: Sequence[Prompt]
+    session: Session,
+    models: Models,
+    prompts: Sequence[Prompt],
+    more: Sequence[Prompt],
+    own: OwnFunctions | None = None,
 ) -> RewardPool:
     """The pool of reward functions, after checks of the columns and truths of the prompts."""
     decode = functools.partial(models.renderer.decode, skip_special=False)
-    rewards = session.stack.enter_context(RewardPool(session.cfg.reward, decode))
+    rewards = session.stack.enter_context(RewardPool(session.cfg.reward, decode, own=own))
     rewards.check_columns(prompts)
     report_truths(session.cfg, rewards, [*prompts, *more], session.progress)
     return rewards

@@ -32,6 +32,7 @@ from jaxrl.models.lora import with_base
 from jaxrl.planner.chips import chip_of
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compilation import CompileThreads
 from jaxrl.runtime.start import end_loading
@@ -87,14 +88,15 @@ class Evaluation:
 
 
 @contextlib.contextmanager
-def open_run(cfg: RunConfig) -> Iterator[Run]:
+def open_run(cfg: RunConfig, own_rewards: OwnFunctions | None = None) -> Iterator[Run]:
     """Opens an RL run, resumed from the newest checkpoint in its folder.
 
+    `own_rewards` are the functions of this process that reward.functions names, if it names such.
     Raises ValueError or OSError if the config, the models, the data or the folder is invalid.
     """
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
-        host = open_host(session)
+        host = open_host(session, own_rewards)
         devices = open_devices(host)
         yield start_run(devices)
 
@@ -113,14 +115,16 @@ def open_offline(cfg: RunConfig, objective: OfflineObjective) -> Iterator[Offlin
 
 
 @contextlib.contextmanager
-def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
+def open_evaluation(
+    cfg: RunConfig, own_rewards: OwnFunctions | None = None
+) -> Iterator[Evaluation]:
     """Opens a model with its compiled engine, the validation prompts and the rewards.
 
-    Raises the errors of `open_run`.
+    `own_rewards` and the errors are those of `open_run`.
     """
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
-        host = open_evaluation_host(session)
+        host = open_evaluation_host(session, own_rewards)
         stack.enter_context(explain_out_of_memory(cfg.run_path, None))
         policy = open_policy(host)
         reward_model = load_reward_model(host, policy)
