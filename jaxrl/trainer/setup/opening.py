@@ -23,6 +23,7 @@ from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner, make_learner
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import load_params
+from jaxrl.models.files.kept_record import write_record
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
@@ -55,6 +56,7 @@ from jaxrl.trainer.setup.session import open_session
 from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
 from jaxrl.trainer.setup.weights import load_reference, load_state
 from jaxrl.types import Prompt
+from sharding import hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +233,8 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         reference = load_reference(host, learner, state, step)
     resume_step = step if saved else None
     record_start(cfg.run_path, resume_step)
+    if hosts.is_main_process():
+        write_record(cfg.run_path, host.models.folders.policy, is_new=not saved)
     logger = make_loggers(cfg.log, cfg.run_path, cfg, resume_step, total_steps=learner.total_steps)
     session.stack.callback(logger.close)
     clock = Clock(
