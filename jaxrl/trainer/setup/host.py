@@ -12,7 +12,6 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.iterator import Batches
 from jaxrl.data.tokenizer import stop_ids
-from jaxrl.engine.device.kv_pool import check_speculation
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
@@ -45,7 +44,6 @@ def open_host(session: Session) -> HostSide:
     """Prompts for training and validation, their rewards, and environments if they are set."""
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
-        check_speculation(models.decoder, cfg.rollout)
         maker = make_prompt_maker(cfg, models.renderer)
         iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
         rewards = open_rewards(session, models, iterator.items, val)
@@ -70,7 +68,6 @@ def open_evaluation_host(session: Session) -> HostSide:
     """The prompts of an evaluation, their rewards, and environments if they are set."""
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
-        check_speculation(models.decoder, cfg.rollout)
         prompts = load_val(cfg, make_prompt_maker(cfg, models.renderer))
         rewards = open_rewards(session, models, prompts, [])
         environments = open_environments(cfg, session.stack)
