@@ -87,7 +87,7 @@ def export_checkpoint(
     if decoder.lora is not None:
         stored = _stored_adapter(decoder, dtypes, source.prefix, arrays)
     if part == "adapter" and stored is not None:
-        write_adapter(target, stored, source.heads, cfg.model.path)
+        write_adapter(target, stored, decoder, cfg.model.path)
         return number, decoder
     renderer = make_renderer(cfg, policy, folder_config(policy))
     is_language_model = "vocab" in source.heads

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl.kernels.gated_delta import gated_delta_step, step_tpu
+from jaxrl.kernels.gated_delta import gated_delta_outputs, gated_delta_step, step_tpu
 from jaxrl.kernels.gated_delta.step import gated_delta_step_xla
 from jaxrl.kernels.gated_delta.step_gpu import gated_delta_step_gpu
 from jaxrl.kernels.gated_delta.step_tpu import gated_delta_step_tpu
@@ -57,6 +57,29 @@ def test_kernels_give_the_outputs_and_states_of_plain_xla(kernel, T, monkeypatch
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     unchanged = np.array([0, 2, 4])
     np.testing.assert_array_equal(got[1][unchanged], states[unchanged])
+    out, pool = jax.jit(functools.partial(kernel, writes=False))(*tokens, states, SLOTS)
+    np.testing.assert_allclose(out, got[0], rtol=1e-5, atol=1e-6)
+    assert pool is None
+
+
+def test_some_of_the_verified_tokens_are_accepted(one_device):
+    """Their states are those of the accepted tokens alone, the outputs those of all."""
+    T, n_accepted = 4, np.array([3, 0, 0, 0])
+    (*tokens, states), live = problem(T)
+    how: Any = dict(slots=SLOTS, rules=DECODE)
+    want, after_all = gated_delta_step(*tokens, states, live=live, **how)
+    out = gated_delta_outputs(*tokens, states, live=live, **how)
+    np.testing.assert_array_equal(out, want)
+    accepted = jnp.arange(T) < n_accepted[:, None]
+    _, after = gated_delta_step(*tokens, states, live=accepted, **how)
+    np.testing.assert_array_equal(after[np.array([0, 1, 2, 4])], states[np.array([0, 1, 2, 4])])
+    now = states
+    for t in range(3):
+        one = [a[:1, t : t + 1] for a in tokens]
+        first: Any = dict(slots=SLOTS[:1], live=jnp.ones((1, 1), bool), rules=DECODE)
+        _, now = gated_delta_step(*one, now, **first)
+    np.testing.assert_allclose(after[3], now[3], rtol=1e-5, atol=1e-6)
+    assert np.abs(after[3] - after_all[3]).max() > 1e-2
 
 
 @pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.thorough)])
