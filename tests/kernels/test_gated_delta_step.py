@@ -63,23 +63,25 @@ def test_kernels_give_the_outputs_and_states_of_plain_xla(kernel, T, monkeypatch
 
 
 def test_some_of_the_verified_tokens_are_accepted(one_device):
-    """Their states are those of the accepted tokens alone, the outputs those of all."""
-    T, n_accepted = 4, np.array([3, 0, 0, 0])
-    (*tokens, states), live = problem(T)
-    how: Any = dict(slots=SLOTS, rules=DECODE)
-    want, after_all = gated_delta_step(*tokens, states, live=live, **how)
-    out = gated_delta_outputs(*tokens, states, live=live, **how)
-    np.testing.assert_array_equal(out, want)
-    accepted = jnp.arange(T) < n_accepted[:, None]
-    _, after = gated_delta_step(*tokens, states, live=accepted, **how)
-    np.testing.assert_array_equal(after[np.array([0, 1, 2, 4])], states[np.array([0, 1, 2, 4])])
-    now = states
-    for t in range(3):
-        one = [a[:1, t : t + 1] for a in tokens]
-        first: Any = dict(slots=SLOTS[:1], live=jnp.ones((1, 1), bool), rules=DECODE)
-        _, now = gated_delta_step(*one, now, **first)
-    np.testing.assert_allclose(after[3], now[3], rtol=1e-5, atol=1e-6)
-    assert np.abs(after[3] - after_all[3]).max() > 1e-2
+    """The states are those of the accepted tokens alone, and the outputs those of all."""
+    (*tokens, states), live = problem(3)
+    step = jax.jit(functools.partial(gated_delta_step, slots=SLOTS, rules=DECODE))
+    verify = jax.jit(functools.partial(gated_delta_outputs, slots=SLOTS, rules=DECODE))
+    want, after_all = step(*tokens, states, live=live)
+    out = verify(*tokens, states, live=live)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    accepted = jnp.arange(3) < jnp.array([[2], [0], [0], [0]])
+    _, after = step(*tokens, states, live=accepted)
+    kept = np.array([0, 1, 2, 4])
+    np.testing.assert_array_equal(after[kept], states[kept])
+    _, k, v, g, beta = (np.asarray(a[0], np.float64) for a in tokens)
+    state = np.asarray(states[3], np.float64)  # [N, D, V]; two value heads for each of key
+    for t in range(2):
+        key, state = np.repeat(k[t], 2, axis=0), np.exp(g[t])[:, None, None] * state
+        change = beta[t][:, None] * (v[t] - np.einsum("NDV,ND->NV", state, key))
+        state = state + key[:, :, None] * change[:, None]
+    np.testing.assert_allclose(after[3], state, rtol=1e-4, atol=1e-5)
+    assert np.abs(after_all[3] - state).max() > 1e-2
 
 
 @pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.thorough)])

@@ -178,12 +178,13 @@ def advance_tails(
         old = lax.optimization_barrier(tails[slots])
         extended = jnp.concatenate([old, x.astype(tails.dtype)], axis=1)
         at = jnp.sum(live, axis=1)[:, None] + jnp.arange(tails.shape[1])
-        return tails.at[slots].set(jnp.take_along_axis(extended, at[..., None, None], axis=1))
+        new = jnp.take_along_axis(extended, at[..., None, None], axis=1)
+        return (tails.at[slots].set(new),)
 
     heads, pool = rules.spec("batch", None, "heads", None), rules.spec(None, None, "heads", None)
     with jax.named_scope("causal_conv"):
         args, specs = (x, tails, slots, live), (heads, pool, jax.P(), jax.P())
-        return shard_heads(local, args, specs, pool)
+        return shard_heads(local, args, specs, (pool,))[0]
 
 
 def _chain_starts(follows: Bool[Array, "R"]) -> Int[Array, "R"]:
