@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import sys
-from typing import Any
 
 from jaxrl.planner.options import PlanArguments, Simulation, read
 from jaxrl.runtime.start import begin_program
@@ -24,7 +23,6 @@ import jax
 from jaxrl.config.command_line import stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
-from jaxrl.json_text import parse_json
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.chips import split_name
 from jaxrl.planner.compare import comparison_text
@@ -34,6 +32,7 @@ from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.remedies import remedies_text
 from jaxrl.planner.report import search_text, show
+from jaxrl.planner.saved_plan import check_config, read_plan
 from jaxrl.planner.schedules.lengths import simulated_lengths
 from jaxrl.planner.schedules.report import simulate_text
 from jaxrl.planner.search import FINALISTS, search
@@ -56,9 +55,10 @@ def main(arguments: PlanArguments) -> int:
             return 0
         decoder = model_shape(cfg.model.path, options.get("model-config", ""))
         if "plan" in options:
-            plan = _saved_plan(options["plan"], "rollout_weight_bytes")
+            plan = read_plan(options["plan"], "rollout_weight_bytes")
             _check_all_devices(cfg)
             check_devices(cfg, math.prod(plan["mesh"].values()))
+            check_config(options["plan"], plan, cfg)
         else:
             compiled, job = _compiled_plan(cfg, decoder, options, simulation)
             if simulation is None or compiled is None:
@@ -120,19 +120,8 @@ def _show(plan: Plan | None, job: Job, options: dict[str, str]) -> int:
     return 0 if plan.fits else 2
 
 
-def _saved_plan(file: str, needed: str) -> dict[str, Any]:
-    """The object in a file with --json output, which must have the key `needed`."""
-    try:
-        plan = parse_json(pathlib.Path(file).read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); write it with --json") from error
-    if not isinstance(plan, dict) or needed not in plan:
-        raise ValueError(f"{file} is not a plan with {needed}; write it again with --json")
-    return plan
-
-
 def _compare(*files: str) -> None:
-    a, b = (_saved_plan(file, "programs") for file in files)
+    a, b = (read_plan(file, "programs") for file in files)
     stems = [pathlib.Path(file).stem for file in files]
     print(comparison_text(a, b, (stems[0], stems[1])), end="")
 

@@ -27,9 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.runtime.start import set_gpu_memory
+
 
 def main() -> None:
     args = parse_args()
+    set_gpu_memory()  # before JAX starts
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])
     result = bench(args)

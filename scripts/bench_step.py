@@ -34,11 +34,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.runtime.start import set_gpu_memory
+
 PHASES = ("gen", "score", "update", "step")
 
 
 def main() -> None:
     args = make_parser(__doc__).parse_args()
+    set_gpu_memory()  # before JAX starts
     pin(args.cores)
     result = bench(args)
     line = json.dumps(result)

@@ -24,6 +24,7 @@ from jaxrl.planner.programs import (
     state_before_offload,
 )
 from jaxrl.planner.rollout_devices import n_copies, sides
+from jaxrl.planner.saved_plan import planned_config
 from jaxrl.planner.topology import Topology
 from sharding import make_mesh
 
@@ -70,6 +71,7 @@ class Plan:
     state_bytes: int = 0  # of the slots of state
     n_rollout_devices: int = 0  # not in `mesh`; 0: the same
     n_workers: int = 0  # that these devices belong to
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `planned_config`
     pipeline: PipelinePlan | None = None  # None without stages
 
     def json(self) -> dict[str, Any]:
@@ -80,6 +82,7 @@ class Plan:
             optional["pipeline"] = dataclasses.asdict(self.pipeline)
         return {
             "topology": self.topology,
+            "config": dict(self.config),
             "mesh": {axis: n for axis, n in self.mesh.items() if n > 1},
             "lengths": dataclasses.asdict(self.lengths),
             "fits": self.fits,
@@ -221,6 +224,7 @@ def assemble_plan(
         rollout_weight_bytes=_rollout_weight_bytes(run, programs),
         n_rollout_devices=run.n_rollout_devices,
         n_workers=run.n_workers,
+        config=planned_config(run.cfg),
         pipeline=pipeline_plan(run.cfg, run.decoder, mesh, dtype.itemsize),
     )
 

@@ -1,15 +1,19 @@
 """`python -m jaxrl.plan --schedule=...` (jaxrl/planner/options.py and schedules/report.py)."""
 
+import json
 import pathlib
 
 import pytest
 
+from jaxrl.json_text import parse_json
 from jaxrl.plan import main, read
 
 ROOT = pathlib.Path(__file__).parents[3]
 QUICKSTART = (
     f"--config={ROOT / 'configs' / 'quickstart.py'}",
     "--config.mesh.fsdp=2",
+    "--config.model.layers=stacked",
+    "--config.learner.halvings=0",
     f"--plan={ROOT / 'docs' / 'plans' / 'quickstart.cpu-2.json'}",
 )
 
@@ -57,8 +61,27 @@ def test_a_saved_plan_is_simulated_without_compiling(tmp_path, capsys):
             ],
             "plan runs on all devices",
         ),
+        (
+            ["--schedule=sync", "--lengths=lognormal?mean=8", "--config.rollout.n=4"],
+            "config.rollout.n: 8 in the file, 4 here",
+        ),
+        (
+            ["--schedule=sync", "--lengths=lognormal?mean=8", "--config.mesh.fsdp=1"]
+            + ["--config.mesh.tensor=2"],
+            "config.mesh.tensor: 'not set' in the file, 2 here",
+        ),
     ],
 )
 def test_options_that_cannot_be_simulated_are_rejected(options, message):
     with pytest.raises(SystemExit, match=message):
         main(read([*QUICKSTART, *options]))
+
+
+def test_a_plan_that_does_not_name_its_config_is_rejected(tmp_path):
+    plan = parse_json((ROOT / "docs" / "plans" / "quickstart.cpu-2.json").read_text())
+    del plan["config"]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan))
+    options = [*QUICKSTART[:-1], f"--plan={file}", "--schedule=sync", "--lengths=lognormal?mean=8"]
+    with pytest.raises(SystemExit, match="does not say for which config it is; write it again"):
+        main(read(options))
