@@ -6,6 +6,8 @@ into them. When the accepted tokens are known, the states of all layers advance 
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,52 +75,42 @@ def accept_drafts(
     """
     if cache.states is None or cache.drafts is None:
         return cache
+    assert slots is not None
     drafts, states = cache.drafts, cache.states
-    how = _Advance(slots, accepted, rules, step)
+    advance = functools.partial(_advance, slots=slots, accepted=accepted, rules=rules, step=step)
     if not isinstance(states.state, list):
         layers = jnp.arange(states.state.shape[0])
-        states, _ = jax.lax.scan(how.scanned, states, (drafts, layers))
+        states, _ = jax.lax.scan(lambda s, xs: (advance(s, *xs), None), states, (drafts, layers))
         return dataclasses.replace(cache, states=states, drafts=None)
     cache = dataclasses.replace(cache, drafts=None)
     for i, pool in enumerate(states.state):
         if pool is not None:
             own = cache.layer(i)
             inputs = jax.tree.map(lambda of, i=i: of[i], drafts, is_leaf=_is_list)
-            own = dataclasses.replace(own, states=how(own.states, inputs, None))
+            own = dataclasses.replace(own, states=advance(own.states, inputs, None))
             cache = cache.with_layer(i, own)
     return cache
 
 
-@dataclasses.dataclass(frozen=True)
-class _Advance:
-    """Advances the states of a layer over the accepted tokens."""
-
-    slots: jax.Array | None
-    accepted: jax.Array
-    rules: Rules
-    step: str
-
-    def __call__(self, states: StateCache, inputs: DraftInputs, layer) -> StateCache:
-        pools, first = states.layer_slots(layer, self.rules)
-        how = dict(slots=self.slots + first, live=self.accepted, rules=self.rules)
-        _, state = gated_delta_step(
-            inputs.k,  # in place of the queries, whose outputs are not needed
-            inputs.k,
-            inputs.values,
-            inputs.g,
-            inputs.beta,
-            pools.state,
-            implementation=self.step,
-            **how,
-        )
-        tails = (
-            advance_tails(x, pool, **how)
-            for x, pool in ((inputs.qk, pools.qk), (inputs.v, pools.v))
-        )
-        return states.with_slots(StateCache(*tails, state), self.rules)
-
-    def scanned(self, states: StateCache, layer: tuple[DraftInputs, jax.Array]):
-        return self(states, *layer), None
+def _advance(
+    states: StateCache,
+    inputs: DraftInputs,
+    layer: jax.Array | None,
+    *,
+    slots: jax.Array,
+    accepted: jax.Array,
+    rules: Rules,
+    step: str,
+) -> StateCache:
+    """The states of a layer after the accepted tokens."""
+    pools, first = states.layer_slots(layer, rules)
+    how: Any = dict(slots=slots + first, live=accepted, rules=rules)
+    k = inputs.k  # also in place of the queries, as outputs are not needed
+    _, state = gated_delta_step(
+        k, k, inputs.values, inputs.g, inputs.beta, pools.state, implementation=step, **how
+    )
+    qk, v = advance_tails(inputs.qk, pools.qk, **how), advance_tails(inputs.v, pools.v, **how)
+    return states.with_slots(StateCache(qk, v, state), rules)
 
 
 def _draft_specs(rules: Rules) -> DraftInputs:

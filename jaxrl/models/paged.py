@@ -203,6 +203,7 @@ class PagedRows:
         assert state.states is not None and state.drafts is not None
         pools, first = state.states.layer_slots(index, self.rules)
         (group,), shape = self.groups, v.shape
+        assert group.slots is not None and not isinstance(group.slots, PrefillSlots)
         qk, v, g, beta = (self._by_group(a, "heads")[0] for a in (qk, v, g, beta))
         how = dict[str, Any](slots=group.slots + first, live=group.positions >= 0, rules=self.rules)
         q, k = queries_and_keys(step_causal_conv(qk, conv[0], pools.qk, **how)[0])
