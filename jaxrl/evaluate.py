@@ -20,8 +20,7 @@ from jaxrl.tracking.json_lines import JsonLines, json_safe
 from jaxrl.trainer.core import sampling_seed
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
-from jaxrl.trainer.metrics import sample_records
-from jaxrl.trainer.phases.rewards import RewardErrors
+from jaxrl.trainer.phases.rewards import RewardErrors, sample_records
 from jaxrl.trainer.phases.sampling import score
 from jaxrl.trainer.setup.opening import open_evaluation
 from jaxrl.types import ScoredRollout

@@ -118,9 +118,8 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(engine, params, lens: np.ndarray, args: argparse.Namespace, *, max_staleness: int):
     """All steps of one schedule: rates, and what the engine computed."""
-    from jaxrl.rollout.loop import RolloutLoop
+    from jaxrl.rollout.loop import RolloutLoop, SingleTurnRunner
     from jaxrl.rollout.schedule.buffer import GroupBuffer
-    from jaxrl.rollout.single_turn import SingleTurnRunner
 
     buffer = GroupBuffer(
         args.prompts,

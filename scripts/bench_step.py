@@ -232,8 +232,7 @@ class Trainer:
         self.losses.append(self.metrics["loss/total"])
 
     def generate(self, engine, i: int, work: dict, lens: list[int]) -> list:
-        from jaxrl.rollout.loop import generate
-        from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
+        from jaxrl.rollout.loop import SingleTurnRunner, generate, sampled_requests
         from jaxrl.types import Prompt
 
         rollout = self.cfg.rollout

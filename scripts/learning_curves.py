@@ -122,14 +122,14 @@ def main() -> None:
     draw(curves(runs, args.runs), out)
 
 
-def train(name: str, folder: pathlib.Path) -> None:
+def train(name: str, folder: pathlib.Path, *more: str) -> None:
     """Trains one run in a separate process, on as many CPU devices as it needs.
 
-    The devices share the cores.
+    The devices share the cores. `more` are further arguments of the command line.
     """
     n_devices = 1 + int(keys(name).get("schedule.rollout_devices", 0))
     subprocess.run(
-        [sys.executable, "-m", "jaxrl.train", *arguments(name, folder)],
+        [sys.executable, "-m", "jaxrl.train", *arguments(name, folder), *more],
         check=True,
         env=os.environ | {"JAX_NUM_CPU_DEVICES": str(n_devices)},
     )

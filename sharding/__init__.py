@@ -10,7 +10,6 @@ from sharding.mesh import (
     target_device_kind,
     target_platform,
 )
-from sharding.order import mesh_order, put_batch, row_order, unshuffle, zigzag
 from sharding.resharding import Resharding, process_mesh_sizes, reshape_mesh
 from sharding.rules import (
     DECODE,
@@ -22,6 +21,11 @@ from sharding.rules import (
     TRAIN,
     ULYSSES,
     Rules,
+    mesh_order,
+    put_batch,
+    row_order,
+    unshuffle,
+    zigzag,
 )
 from sharding.transfer import Transfer, make_transfer
 from sharding.tree import (

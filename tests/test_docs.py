@@ -17,10 +17,12 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.config.schema import find_key, keys
 from jaxrl.data.sources.files import read_rows
+from jaxrl.planner.model_shape import model_shape
 from jaxrl.rewards.functions import load_reward
 from scripts import config_gallery, draw_step
 from scripts.pages import combinations, presets
 from scripts.pages import config as config_page
+from scripts.pages import models as models_page
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEYS = keys(RunConfig)
@@ -28,8 +30,10 @@ GENERATED = ROOT / "docs" / "reference" / "api"  # a build of the site writes it
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent != GENERATED),
 ]
+MODEL_PAGES = "run: python -m scripts.pages.models"
 MADE_BY_A_RUN = ("runs/", "data/", "checkpoints/")
 
 
@@ -50,6 +54,27 @@ def test_the_gallery_of_configs_is_up_to_date():
         "run: scripts/config_gallery.py > docs/reference/configs.md"
     )
     assert page.count("### `configs/") == len(list((ROOT / "configs").glob("*.py")))
+
+
+def test_the_pages_of_models_have_every_family_and_its_settings():
+    folder = models_page.FOLDER
+    assert (folder / "README.md").read_text() == models_page.index(), MODEL_PAGES
+    pages = {path.stem for path in folder.glob("*.md")} - {"README"}
+    assert pages == set(models_page.FAMILIES), MODEL_PAGES
+    for name, family in models_page.FAMILIES.items():
+        page = (folder / f"{name}.md").read_text()
+        assert page.startswith(models_page.introduction(family)), MODEL_PAGES
+        assert re.findall("^## (.*)", page, re.MULTILINE) == list(family.models), MODEL_PAGES
+    model = "google/gemma-3-1b-it"
+    row = models_page.row(model, model_shape(model), "h100:1", "1 H100 (80 GB)", "LoRA")
+    assert row in (folder / "gemma3.md").read_text(), MODEL_PAGES
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["smollm2", "qwen3_5"])
+def test_the_pages_of_models_are_up_to_date(name):
+    page = (models_page.FOLDER / f"{name}.md").read_text()
+    assert page == models_page.page(models_page.FAMILIES[name]), MODEL_PAGES
 
 
 @pytest.mark.parametrize("name", ["training_step", "data_flow"])

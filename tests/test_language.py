@@ -89,7 +89,7 @@ def files(*roots: pathlib.Path) -> list[pathlib.Path]:
 
 
 @pytest.mark.parametrize(
-    "place", [*PACKAGES, "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+    "place", [*PACKAGES, "docs", "README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md"]
 )
 def test_prose_uses_the_terms_of_the_field(place):
     pages = [path for path in files(ROOT / place) if str(path.relative_to(ROOT)) not in PROMPTS]

@@ -12,8 +12,9 @@ from jaxrl.config.command_line import parse
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "learning_curves.py"))
-# Greedy accuracy on held-out two-digit sums that a run must reach. PPO's critic trains alone for
-# the first steps.
+# Greedy accuracy on held-out two-digit sums that a run must reach: an algorithm with all its steps,
+# a schedule with half of them (docs/curves.json has 0.48 to 0.71 then). PPO's critic trains alone
+# for the first steps.
 MIN_ACCURACY = {
     "GRPO": 0.7,
     "RLOO": 0.7,
@@ -22,9 +23,8 @@ MIN_ACCURACY = {
     "GSPO": 0.6,
     "PPO": 0.55,
     "Muon": 0.6,
-} | {name: 0.65 for name in SCRIPT["SCHEDULES"]}
-MIN_ACCURACY["async, staleness 4"] = 0.55
-MIN_ACCURACY["async, staleness 4, seq_tis"] = 0.55
+} | {name: 0.35 if "staleness 4" in name else 0.5 for name in SCRIPT["SCHEDULES"]}
+HALF = "--config.total_steps=36"
 
 
 @pytest.mark.parametrize("name", MIN_ACCURACY)
@@ -80,6 +80,6 @@ def test_logged_curves_are_those_of_the_log():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIN_ACCURACY)
 def test_the_runs_learn_to_add(name, tmp_path):
-    SCRIPT["train"](name, tmp_path)
+    SCRIPT["train"](name, tmp_path, *([HALF] if name in SCRIPT["SCHEDULES"] else []))
     accuracy = [value for _, value in SCRIPT["curve"](SCRIPT["run_dir"](tmp_path, name))]
     assert accuracy[0] < 0.1 and max(accuracy) >= MIN_ACCURACY[name]

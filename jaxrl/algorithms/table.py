@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import AlgorithmConfig
-from jaxrl.config.options import options
-from jaxrl.config.plugins import load_object
+from jaxrl.config.plugins import load_object, options
 from jaxrl.config.schema import is_import_path
 
 

@@ -9,6 +9,7 @@ BASE_DTYPES = ("auto", "int8", "nf4")  # of the frozen weights below adapters
 KV_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 LAYERS = ("auto", "list", "stacked")
 ATTENTIONS = ("auto", "blockwise", "reference", "splash", "triton", "cudnn")
+ONE_RANGE = ("cudnn",)  # a query sees one range of keys, so segments share no prefixes
 GATED_DELTAS = ("auto", "mosaic", "triton", "xla")
 GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference", "triton")
 PAGED_ATTENTIONS = ("auto", "columns", "reference", "ragged", "triton")

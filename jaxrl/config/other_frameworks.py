@@ -1,8 +1,10 @@
-"""The keys of verl, OpenRLHF and TRL, and the key here for each: other_frameworks.tsv.
+"""The keys of verl, OpenRLHF, TRL, prime-rl and Tunix, and the key here for each.
 
-A row has the framework (and its programs), their names, the keys here and a remark. A row without
-keys here says why in its remark: "not needed" means that it always happens or that there is
-nothing to choose, "not yet" that it is missing. docs/reference/keys.md is made from the table.
+The table is other_frameworks.tsv. A row has the framework (and its programs), their names, the keys
+here and a remark. A row without keys here says why in its remark: "not needed" means that it always
+happens or that there is nothing to choose, "not yet" that it is missing. `*` in a name stands for
+any text; a name without it counts first, then the first pattern that matches.
+docs/reference/keys.md is made from the table.
 """
 
 import csv
@@ -54,6 +56,10 @@ def answer(name: str) -> str:
     found = _rows(lambda theirs: theirs == name or theirs == name.replace("-", "_"))
     if not found and "." in name:
         found = _rows(lambda theirs: theirs.endswith("." + name))
+    if not found:
+        frameworks = dict.fromkeys(family(row) for row in table())
+        rows = [counterpart(framework, name) for framework in frameworks]
+        found = [_sentence(row, name) for row in rows if row]
     if found:
         return "; ".join(found[:_MAX_ANSWERS])
     section = name.partition(".")[0]
@@ -63,6 +69,32 @@ def answer(name: str) -> str:
             "them"
         )
     return ""
+
+
+def family(row: Counterpart) -> str:
+    """The framework of a row, without its programs: "OpenRLHF"."""
+    return row.framework.partition(",")[0]
+
+
+def counterpart(framework: str, name: str, program: str = "") -> Counterpart | None:
+    """The row for a whole name of a framework; rows of `program` count before the others."""
+    exact, patterns = _names(framework, program)
+    if name in exact:
+        return exact[name]
+    return next((row for pattern, row in patterns if pattern.fullmatch(name)), None)
+
+
+@functools.cache
+def _names(
+    framework: str, program: str
+) -> tuple[dict[str, Counterpart], list[tuple[re.Pattern[str], Counterpart]]]:
+    """Rows of a framework by name, and by pattern in the order of the table."""
+    rows = [row for row in table() if family(row) == framework]
+    rows.sort(key=lambda row: bool(program) and program not in row.framework.partition(",")[2])
+    named = [(theirs.lstrip("-"), row) for row in rows for theirs in row.names]
+    exact = {theirs: row for theirs, row in reversed(named) if "*" not in theirs}
+    patterns = [(theirs, row) for theirs, row in named if "*" in theirs]
+    return exact, [(re.compile(".*".join(map(re.escape, t.split("*")))), r) for t, r in patterns]
 
 
 def answer_by_last_part(name: str) -> str:
@@ -85,7 +117,7 @@ def _rows(matches: Callable[[str], bool]) -> list[str]:
 
 
 def _sentence(row: Counterpart, theirs: str) -> str:
-    owner = "" if row.framework == _OTHER else f"{row.framework.partition(',')[0]}'s "
+    owner = "" if row.framework == _OTHER else f"{family(row)}'s "
     named, remark = owner + theirs, plain(row.remark)
     if row.ours:
         return f"{named} is {' and '.join(row.ours)} here" + (f" ({remark})" if remark else "")

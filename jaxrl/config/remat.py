@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator
 
 from jaxrl.config.choices import REMATS
-from jaxrl.config.options import read_options
+from jaxrl.config.plugins import read_options
 from jaxrl.config.schema import did_you_mean, key
 
 

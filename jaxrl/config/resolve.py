@@ -14,7 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config.checks.algorithm import algorithm_errors, algorithm_warnings
-from jaxrl.config.checks.batch import batch_errors, reward_model_length_errors
+from jaxrl.config.checks.batch import batch_errors, batch_warnings, reward_model_length_errors
 from jaxrl.config.checks.data import data_errors
 from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
@@ -66,6 +66,7 @@ def resolve(
         rollout_warnings,
         schedule_warnings,
         algorithm_warnings,
+        batch_warnings,
         reward_warnings,
     )
     for line in itertools.chain.from_iterable(check(run) for check in checks):

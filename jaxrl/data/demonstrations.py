@@ -38,11 +38,10 @@ from jaxrl.data.chat.row_messages import (
     with_system,
 )
 from jaxrl.data.chat.turns import MaskedTokens, render_turns
-from jaxrl.data.items import ItemMaker
+from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
-from jaxrl.data.usage import Reading, Usage
 from jaxrl.json_text import Message
 from jaxrl.types import Demonstration, TrainingSample
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from jaxrl.config.keys import RunConfig
 from jaxrl.data.rows import (
     Chain,
     Placement,
@@ -74,6 +75,18 @@ def shared_lens(batch: Batch) -> Int[np.ndarray, "S"]:
     segments = np.asarray(batch.segments)
     before = np.pad(segments[:, :-1], ((0, 0), (1, 0)))
     return np.asarray(batch.positions)[(segments != 0) & (segments != before)]
+
+
+def pack_samples(samples: Sequence[TrainingSample], cfg: RunConfig, n_ranks: int) -> list[Packed]:
+    """Micro-batches of the samples for `n_ranks` data-parallel ranks, as the config sets."""
+    learner = cfg.learner
+    return pack(
+        samples,
+        shapes=learner.shapes,
+        align=learner.segment_align,
+        n_ranks=n_ranks,
+        share_prefixes=cfg.shares_prefixes,
+    )
 
 
 def pack(

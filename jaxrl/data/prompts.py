@@ -32,10 +32,9 @@ from jaxrl.data.chat.row_messages import (
     prompt_of,
     tools_of,
 )
-from jaxrl.data.items import ItemMaker
+from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
-from jaxrl.data.usage import Reading, Usage
 from jaxrl.json_text import Message
 from jaxrl.types import Prompt
 

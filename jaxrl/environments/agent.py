@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, SupportsFloat
 
 from jaxrl.environments.api import AGENT_KEY, Turn
-from jaxrl.rewards.worker_messages import check_score
+from jaxrl.rewards.calls import check_score
 
 # (base URL, API key, task) -> reward, numbers by name, or None; or an awaitable of one of them
 AgentFunction = Callable[[str, str, dict[str, Any]], Any]

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from jaxrl.rewards.calls import read_signature
 from jaxrl.rewards.functions import load_reward
-from jaxrl.rewards.signatures import read_signature
 
 
 class Judge:

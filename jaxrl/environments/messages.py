@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl.environments.api import Turn
 from jaxrl.json_text import Message
-from jaxrl.rewards.worker_messages import is_score
+from jaxrl.rewards.calls import is_score
 from jaxrl.subprocesses.channel import ProtocolError, is_text
 from jaxrl.tool_calls.chat_message import as_message
 

@@ -29,7 +29,7 @@ from jaxrl.environments.api import (
 from jaxrl.environments.messages import write_turn
 from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
 from jaxrl.json_text import Message
-from jaxrl.rewards.worker_messages import check_score
+from jaxrl.rewards.calls import check_score
 from jaxrl.subprocesses.channel import WorkerChannel
 from jaxrl.subprocesses.process import connect, time_limit
 from jaxrl.tool_calls.calls import ParsedTurn

@@ -19,7 +19,6 @@ from jaxrl.learner.policy_objective import (
     value_sums,
     zero_sums,
 )
-from jaxrl.learner.prefixes import shares_prefixes
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.router import Balance, balance_loss, no_load
 from jaxrl.models.decoder import Decoder
@@ -265,7 +264,7 @@ def _packed_inputs(batch: Batch, cfg: RunConfig) -> dict[str, Any]:
         tokens=batch.tokens,
         segments=batch.segments,
         positions=batch.positions,
-        until=batch.until if shares_prefixes(cfg) else None,
+        until=batch.until if cfg.shares_prefixes else None,
         copies=batch.copies,
         implementation=None if cfg.model.attention == "auto" else cfg.model.attention,
         matmul_dtype=cfg.learner.matmul_dtype,

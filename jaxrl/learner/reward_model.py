@@ -15,10 +15,9 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.turns import render_turns
-from jaxrl.data.packing import gather
+from jaxrl.data.packing import gather, pack_samples
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.critic import ValueScorer, reward_model_scorer
-from jaxrl.learner.prefixes import pack_samples
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import load_params, model_config
 from jaxrl.models.files.tensor_shapes import SCORE

@@ -5,12 +5,11 @@ is named at the end, with the reason from the framework's own table or other_fra
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl.config.other_frameworks import NOT_NEEDED, NOT_YET, plain, table
+from jaxrl.config.other_frameworks import NOT_NEEDED, NOT_YET, counterpart, plain
 from jaxrl.migrate.settings import Settings
 from jaxrl.migrate.shell_expansion import shown
 
@@ -131,6 +130,11 @@ class Migration:
         self.notes.append(Note(REFUSED, self._shown(name), reason, ours))
         self._read[name] = None
 
+    def refuse_unless(self, name: str, neutral: Any, reason: str, *ours: str) -> None:
+        """Refuses a setting that changes the numbers, unless its value has no effect."""
+        if self.get(name, neutral) != neutral:
+            self.refuse(name, f"{reason}; add ~{name} to leave it out", *ours)
+
     def require(self, name: str, ours: str, reasons: Mapping[str, str]) -> None:
         """Refuses a run whose setting `name` is not known."""
         if name in self.settings.unresolved:
@@ -162,10 +166,12 @@ class Migration:
                 return (UNNEEDED, "off or empty") if off and kind != UNNEEDED else (kind, reason)
         if off:
             return UNNEEDED, "off or empty"
-        if row := rows(self.framework).get(name):
-            keys, remark = row
-            if keys:
-                return DIFFERS, f"{' and '.join(keys)} here" + (f": {remark}" if remark else "")
+        section = "" if self.program == "jaxrl.train" else "SFT"
+        if row := counterpart(self.framework, name, section):
+            remark = plain(row.remark)
+            if row.ours:
+                differs = f"{' and '.join(row.ours)} here"
+                return DIFFERS, differs + (f": {remark}" if remark else "")
             if remark.startswith(NOT_NEEDED):
                 return UNNEEDED, remark.removeprefix(NOT_NEEDED).lstrip(": ") or "always so"
             return NONE, remark.removeprefix(NOT_YET).lstrip(": ") or "jaxrl does not have it yet"
@@ -191,17 +197,6 @@ def unresolved_reason(text: str, reasons: Mapping[str, str]) -> str:
         else:
             others.append(f"{name}: {reason or 'only a run can evaluate it'}; give KEY=VALUE")
     return "; ".join(from_variables + others)
-
-
-@functools.cache
-def rows(framework: str) -> Mapping[str, tuple[tuple[str, ...], str]]:
-    """Keys here and plain remark by name there, of the table's rows of a framework."""
-    return {
-        name.lstrip("-"): (row.ours, plain(row.remark))
-        for row in reversed(table())
-        if row.framework == framework
-        for name in row.names
-    }
 
 
 def listed(value: Any) -> tuple[str, ...]:

@@ -6,136 +6,26 @@ from typing import Any
 
 from jaxrl.config.choices import LR_SCHEDULES
 from jaxrl.config.other_frameworks import table
-from jaxrl.migrate.migration import (
-    DECIDE,
-    DIFFERS,
-    UNNEEDED,
-    Migration,
-    Reasons,
-    listed,
+from jaxrl.migrate.migration import DECIDE, DIFFERS, Migration, listed
+from jaxrl.migrate.openrlhf_names import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CRITIC,
+    DEFAULTS,
+    EARLIER,
+    LENGTHS,
+    NEUTRAL,
+    OFFLINE,
+    PROGRAMS,
+    RATES,
+    REASONS,
+    REINFORCEMENT,
+    TRAINING,
+    UNBIASED_KLS,
 )
 from jaxrl.migrate.settings import Settings, flags
 
-PROGRAMS = {
-    "train_ppo_ray": "jaxrl.train",
-    "train_sft": "jaxrl.sft",
-    "train_dpo": "jaxrl.dpo",
-    "train_rm": "jaxrl.reward_model",
-}
-# Names before version 0.10 that the table does not pair with their present ones.
-EARLIER = {
-    "output_key": "data.output_key",
-    "prompt_max_len": "data.prompt_max_len",
-    "learning_rate": "adam.lr",
-    "wandb_run_name": "logger.wandb.run_name",
-}
-OFFLINE = {  # settings of one model, which have the actor's names in reinforcement learning
-    name: f"actor.{name.removeprefix('model.')}"
-    for name in (
-        "model.model_name_or_path",
-        "model.gradient_checkpointing_enable",
-        "model.aux_loss_coef",
-        "adam.lr",
-        "adam.betas",
-        "adam.eps",
-        "adam.weight_decay",
-        "lr_scheduler",
-        "lr_warmup_ratio",
-        "min_lr_ratio",
-        "max_norm",
-    )
-}
-DEFAULTS: dict[str, Any] = {
-    "rollout.batch_size": 1024,
-    "rollout.n_samples_per_prompt": 1,
-    "train.batch_size": 128,
-    "train.micro_batch_size": 1,
-    "train.max_tokens_per_gpu": 16192,
-    "train.max_epochs": 1,
-    "train.num_episodes": 1,
-    "train.seed": 42,
-    "data.max_len": 2048,
-    "actor.adam.lr": 1e-6,
-    "actor.adam.weight_decay": 0.0,
-    "actor.lr_scheduler": "cosine_with_min_lr",
-    "actor.lr_warmup_ratio": 0.03,
-    "actor.min_lr_ratio": 0.1,
-    "actor.max_norm": 1.0,
-    "actor.eps_clip": 0.2,
-    "actor.policy_loss_type": "ppo",
-    "algo.advantage.estimator": "gae",
-    "algo.kl.init_coef": 0.01,
-    "algo.kl.estimator": "k1",
-    "algo.kl.horizon": 10000,
-    "critic.adam.lr": 9e-6,
-    "critic.value_clip": 0.5,
-    "reward.clip_range": [-10, 10],
-    "ckpt.max_num": 3,
-}
-RATES = {"jaxrl.sft": 5e-6, "jaxrl.dpo": 1e-5, "jaxrl.reward_model": 9e-6}
-LENGTHS = {"jaxrl.sft": 2048, "jaxrl.dpo": 512, "jaxrl.reward_model": 512}
-TRAINING = {
-    "actor.model_name_or_path": "model.path",
-    "actor.adam.lr": "learner.lr",
-    "actor.adam.weight_decay": "learner.weight_decay",
-    "actor.adam.eps": "learner.eps",
-    "actor.min_lr_ratio": "learner.min_lr_ratio",
-    "actor.max_norm": "learner.clip_norm",
-    "actor.aux_loss_coef": "learner.router_aux_coef",
-    "ds.ring_attn_size": "mesh.sequence",
-    "ds.tensor_parallel_size": "mesh.tensor",
-    "ckpt.output_dir": "run_dir",
-    "ckpt.max_num": "checkpoint.keep",
-    "ckpt.save_hf": "checkpoint.export_hf",
-    "logger.wandb.project": "log.project",
-    "logger.wandb.run_name": "name",
-    "train.seed": "seed",
-    "eval.n_samples_per_prompt": "eval.n",
-    "eval.temperature": "eval.sampling.temperature",
-}
-REINFORCEMENT = {
-    "rollout.batch_size": "data.prompts_per_step",
-    "rollout.n_samples_per_prompt": "rollout.n",
-    "rollout.temperature": "rollout.sampling.temperature",
-    "rollout.top_p": "rollout.sampling.top_p",
-    "train.max_epochs": "learner.epochs",
-    "train.num_episodes": "total_epochs",
-    "vllm.tensor_parallel_size": "rollout.tensor",
-    "vllm.enable_sleep": "rollout.release_kv",
-    "reward.model_name_or_path": "reward_model.path",
-    "reward.normalize_enable": "reward.normalize",
-    "reward.overlong_buffer_len": "reward.overlong_buffer",
-    "reward.overlong_penalty_factor": "reward.overlong_penalty",
-    "actor.entropy_coef": "algorithm.entropy_coef",
-}
-CRITIC = {
-    "critic.model_name_or_path": "critic.path",
-    "critic.adam.lr": "critic.lr",
-    "critic.value_clip": "critic.value_clip",
-    "algo.advantage.lambd": "algorithm.lam",
-}
-ADVANTAGES = {
-    "gae": "gae",
-    "reinforce": "reinforce_plus_plus",
-    "rloo": "rloo",
-    "reinforce_baseline": "reinforce_plus_plus_baseline",
-    "group_norm": "grpo",
-    "dr_grpo": "dr_grpo",
-}
-REASONS: Reasons = (
-    (r"(ref|reward|critic|actor)\.num_.*|ds\.zero_stage|zero_stage|.*_num_(nodes|gpus.*)", UNNEEDED,
-     "JAX uses all devices; mesh.fsdp shards weights, gradients and optimizer over them"),
-    (r"data\.(disable_fast.*|dataloader.*|tokenizer.*)|(logger\.)?logging_steps", UNNEEDED,
-     "rows are rendered in one way, and every step is logged"),
-    (r"ds\.(attn_impl.*|packing.*|param_dtype|use_liger.*|grad_accum.*|deepcompile|experts.*)"
-     r"|flash_attn|bf16|packing_samples|.*reentrant", UNNEEDED,
-     "kernels and dtype are chosen by backend, rows are always packed"),
-    (r"(train\.colocate_.*|ds\.ring_attn_head_stride|colocate_.*)", UNNEEDED,
-     "roles share the devices"),
-    (r"algo\.kl\..*", UNNEEDED, "no KL term uses it"),
-    (r"eval\.split|ckpt\.(disable_ds|max_mem|path)|disable_ds_ckpt", UNNEEDED,
-     "one folder has the run"),
-)  # fmt: skip
+UNBOUNDED = 1e30  # no weight of a token is larger
 
 
 def is_command(words: Sequence[str]) -> bool:
@@ -179,7 +69,9 @@ def command(words: Sequence[str]) -> tuple[Settings, str]:
 def translate(settings: Settings, program: str, reasons: Mapping[str, str]) -> Migration:
     defaults = DEFAULTS
     if program != "jaxrl.train":
+        sequences = 1 if program == "jaxrl.reward_model" else 8
         rate = {"actor.adam.lr": RATES[program], "data.max_len": LENGTHS[program]}
+        rate |= {"train.micro_batch_size": sequences}
         defaults = defaults | rate | ({"train.max_epochs": 2} if program == "jaxrl.sft" else {})
     found = Migration(
         settings,
@@ -246,15 +138,24 @@ def training(found: Migration) -> None:
         loggers.append("wandb")
     found.get("logger.tensorboard_dir")
     found.config["log.loggers"] = tuple(loggers)
-    found.carry("eval.dataset", "data.val", sources)
+    if found.get("train.enable_ema", False):
+        found.config["learner.ema"] = float(found.number("train.ema_beta"))
+    for name, (value, reason, ours) in NEUTRAL.items():
+        found.refuse_unless(name, value, reason, *ours)
+    found.config["data.val"] = sources(found.get("eval.dataset", ""), found.get("eval.split"))
     if not found.config.get("data.val") and found.config.pop("eval.every"):
         found.note(DIFFERS, "eval.steps", "there is no eval.dataset, so it is left out")
 
 
-def sources(value: Any) -> tuple[str, ...]:
+def sources(value: Any, split: Any) -> tuple[str, ...]:
     """Datasets of OpenRLHF, which are paths or ids of the hub separated by commas."""
     names = [name.strip() for name in str(value).split(",") if name.strip()]
-    return tuple(name if _is_path(name) else f"hf:{name}" for name in names)
+    option = "" if split in (None, "train") else f"?split={split}"
+    return tuple(name if _is_path(name) else f"hf:{name}{option}" for name in names)
+
+
+def probabilities(found: Migration, name: str) -> None:
+    found.carry(name, "data.weights", lambda v: tuple(map(float, str(v).split(","))))
 
 
 def _is_path(name: str) -> bool:
@@ -281,10 +182,16 @@ def lengths(found: Migration) -> int:
 
 def offline(found: Migration) -> None:
     """Supervised fine-tuning, preference pairs and reward models."""
-    found.carry("data.dataset", "data.train", sources)
+    found.config["data.train"] = sources(
+        found.get("data.dataset", ""), found.get("data.dataset_split")
+    )
+    probabilities(found, "data.dataset_probs")
     found.carry("train.batch_size", "data.prompts_per_step")
     found.carry("train.max_epochs", "total_epochs")
     token_budget(found, lengths(found))
+    if found.get("data.apply_chat_template", False) is not True:
+        reason = "not given, so OpenRLHF uses text as it is; here the chat template renders it"
+        found.note(DIFFERS, "data.apply_chat_template", reason)
     usual = {"data.input_key": "prompt", "data.output_key": "completion"}
     usual |= {"data.chosen_key": "chosen", "data.rejected_key": "rejected"}
     columns = [(ours, found.get(name)) for name, ours in usual.items()]
@@ -302,8 +209,11 @@ def offline(found: Migration) -> None:
 def reinforcement(found: Migration) -> None:
     for theirs, ours in REINFORCEMENT.items():
         found.carry(theirs, ours)
-    found.carry("data.prompt_dataset", "data.train", sources)
-    found.carry("data.prompt_probs", "data.weights", lambda v: tuple(map(float, str(v).split(","))))
+    names = found.get("data.prompt_dataset", ""), found.get("data.prompt_split")
+    found.config["data.train"] = sources(*names)
+    probabilities(found, "data.prompt_probs")
+    if found.get("data.apply_chat_template", False) is not True:
+        rendered_prompts(found)
     columns = (("prompt", found.get("data.input_key")), ("answer", found.get("data.label_key")))
     found.config["data.columns"] = tuple(
         f"{ours}:{name}" for ours, name in columns if name not in (None, "input", "label", ours)
@@ -333,7 +243,7 @@ def reinforcement(found: Migration) -> None:
         found.config["reward.functions"] = (f"remote?url={url}",)
     elif found.config.get("reward_model.path"):
         found.config["reward.functions"] = ()
-    if found.given("train.agent_func_path"):
+    if found.has("train.agent_func_path"):
         found.refuse(
             "train.agent_func_path",
             "write it as an environment (docs/how_to/environments.md) and give its name",
@@ -341,8 +251,6 @@ def reinforcement(found: Migration) -> None:
             "env.agent",
         )
     found.config["reward.clip"] = tuple(map(float, listed(found.get("reward.clip_range"))))
-    if found.given("data.image_key"):
-        found.refuse("data.image_key", "jaxrl trains on text only")
     if found.get("train.async_enable", False) or found.get("train.partial_rollout_enable", False):
         found.refuse(
             "train.async_enable"
@@ -350,6 +258,18 @@ def reinforcement(found: Migration) -> None:
             else "train.partial_rollout_enable",
             "set schedule.mode to partial, or to async with schedule.rollout_devices",
             "schedule.mode",
+        )
+
+
+def rendered_prompts(found: Migration) -> None:
+    """Prompts are used as they are, unless a model or an environment reads them as messages."""
+    needs_messages = found.config.get("reward_model.path") or found.has("train.agent_func_path")
+    found.config["data.rendered_prompts"] = not needs_messages
+    if needs_messages:
+        found.note(
+            DIFFERS,
+            "data.apply_chat_template",
+            "not given, so OpenRLHF uses prompts as they are; here the chat template renders them",
         )
 
 
@@ -372,9 +292,19 @@ def objective(found: Migration) -> None:
         found.config |= {"algorithm.policy_loss": "dual_clip", "algorithm.clip_dual": float(dual)}
     if found.config.get("algorithm.policy_loss") == "gspo":
         found.config["algorithm.aggregation"] = "seq_mean_token_mean"
+    else:
+        found.choose("actor.loss_agg_mode", AGGREGATIONS, "algorithm.aggregation")
     if found.get("algo.dynamic_filtering_enable", False):
         found.config["algorithm.dynamic_sampling"] = True
-        found.carry("algo.dynamic_filtering_range", "algorithm.dynamic_sampling_range", tuple)
+        bounds = tuple(map(float, found.get("algo.dynamic_filtering_range")))
+        found.config["algorithm.dynamic_sampling_range"] = bounds
+    whitened = name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    if found.get("algo.advantage.no_std_norm", False) and whitened:
+        found.refuse(
+            "algo.advantage.no_std_norm",
+            f"{name} of jaxrl always divides by the standard deviation of the batch",
+            "algorithm.advantage",
+        )
     found.config["algorithm.drop_flat_groups"] = False
 
 
@@ -385,8 +315,16 @@ def kl(found: Migration) -> None:
         return
     in_loss = found.get("algo.kl.use_loss", False)
     found.config["algorithm.kl_in"] = "loss" if in_loss else "reward"
-    estimators = {name: name for name in ("k1", "k2", "k3")}
+    unbiased = found.get("algo.kl.unbiased_gradient", False) and in_loss
+    estimators = UNBIASED_KLS if unbiased else {name: name for name in UNBIASED_KLS}
     found.choose("algo.kl.estimator", estimators, "algorithm.kl")
+    if unbiased and found.config["learner.mini_batch_prompts"]:
+        found.note(
+            DIFFERS,
+            "algo.kl.unbiased_gradient",
+            "OpenRLHF multiplies the gradient by the importance ratio, which is 1 in the first "
+            "update of a step only",
+        )
     found.config["algorithm.kl_clamp"] = 10.0
     if target := found.get("algo.kl.target"):
         found.config["algorithm.kl_target"] = float(target)
@@ -396,17 +334,58 @@ def kl(found: Migration) -> None:
 
 
 def correction(found: Migration) -> None:
+    """Importance weights between engine and trainer: clipped or masked, by token or response."""
+    section = "algo.advantage.is_correction_"
+    if found.given(section + "enable") or found.given(section + "type"):
+        earlier_correction(found)
+        return
+    level, mode = found.get(section + "level"), found.get(section + "mode")
+    if level == "off":
+        return
+    bounds = found.get(section + "threshold")
+    bounds = [float(bound) for bound in (bounds if isinstance(bounds, list) else [bounds])]
+    low, high = [0.0, *bounds][-2:]
+    gating = found.get(section + "gating")
+    if found.config.get("algorithm.policy_loss") == "gspo":  # its ratio is to the engine then
+        found.config["algorithm.old_logp"] = "rollout"
+    elif gating != "ratio":
+        found.refuse(
+            section + "gating",
+            "jaxrl gates by the ratio, k2 or k3 of a token or response (algorithm.rejection)",
+            "algorithm.rejection",
+        )
+    elif level == "seq":  # rejects responses; the weights of the others have no bound
+        found.config |= {
+            "algorithm.correction": "token_tis",
+            "algorithm.correction_high": UNBOUNDED,
+            "algorithm.rejection": "seq_mean_k1",
+            "algorithm.rejection_low": low,
+            "algorithm.rejection_high": high,
+            "algorithm.rejection_scope": "policy_loss",
+        }
+    else:
+        correct_tokens(found, "token_tis" if mode == "clip" else "icepop", low, high)
+
+
+def correct_tokens(found: Migration, name: str, low: float, high: float) -> None:
+    bound = "floor" if name == "token_tis" else "low"
+    found.config |= {
+        "algorithm.correction": name,
+        f"algorithm.correction_{bound}": low,
+        "algorithm.correction_high": high,
+    }
+
+
+def earlier_correction(found: Migration) -> None:
+    """The settings of versions before 0.11: a switch and a type."""
     section = "algo.advantage.is_correction_"
     if not found.get(section + "enable", False):
         return
     kinds = {"tis": "token_tis", "icepop": "icepop"}
     kind = found.get(section + "type", "tis")
-    low, high = found.get(section + "threshold", [0.5, 5.0])
     if kind not in kinds:
-        found.refuse(
-            section + "type", f"jaxrl has {', '.join(kinds)} by these names", "algorithm.correction"
-        )
+        reason = f"jaxrl has {', '.join(kinds)} by these names"
+        found.refuse(section + "type", reason, "algorithm.correction")
         return
-    bound = "algorithm.correction_floor" if kind == "tis" else "algorithm.correction_low"
-    found.config |= {"algorithm.correction": kinds[kind], bound: float(low)}
-    found.config["algorithm.correction_high"] = float(high)
+    low, high = map(float, found.get(section + "threshold"))
+    correct_tokens(found, kinds[kind], low, high)

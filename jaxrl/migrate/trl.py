@@ -10,6 +10,7 @@ from jaxrl.config.choices import LOGGERS, LR_SCHEDULES
 from jaxrl.migrate.migration import (
     DECIDE,
     DIFFERS,
+    NONE,
     UNNEEDED,
     Migration,
     Reasons,
@@ -17,9 +18,12 @@ from jaxrl.migrate.migration import (
 )
 from jaxrl.migrate.settings import Settings, flags, yaml_file
 from jaxrl.migrate.trl_names import (
+    ADAPTERS,
     CORRECTIONS,
     DEFAULTS,
+    NEUTRAL,
     OBJECTIVES,
+    OFFLINE_NEUTRAL,
     ONLINE,
     RENAMED,
     SHARED_DEFAULTS,
@@ -139,19 +143,11 @@ def training(found: Migration) -> None:
         found.config["learner.remat"] = "none"
     if found.get("activation_offloading", False):
         found.config["learner.remat"] = "offload"
-    for name in ("dtype", "torch_dtype"):
-        dtypes = {"bfloat16": "bfloat16", "float32": "float32", "auto": "auto"}
-        if found.given(name):
-            found.choose(name, dtypes, "model.dtype")
+    dtypes(found)
+    for name, (value, reason, ours) in NEUTRAL.items():
+        found.refuse_unless(name, value, reason, *ours)
     if found.get("use_peft", False):
-        found.carry("lora_r", "lora.rank")
-        found.carry("lora_alpha", "lora.alpha")
-        found.carry("lora_target_modules", "lora.target_modules", listed)
-        found.carry("use_rslora", "lora.rslora")
-        found.carry("use_dora", "lora.dora")
-        for name, dtype in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
-            if found.get(name, False):
-                found.config["lora.base_dtype"] = dtype
+        adapters(found)
     for what, ours in (("save", "checkpoint.every"), ("eval", "eval.every")):
         strategy = found.get(f"{what}_strategy", "steps" if what == "save" else "no")
         steps = found.number(f"{what}_steps", 500 if what == "save" else 0)
@@ -162,6 +158,37 @@ def training(found: Migration) -> None:
     found.config["log.loggers"] = tuple(
         dict.fromkeys(("console", "jsonl", "tensorboard", *loggers))
     )
+
+
+def dtypes(found: Migration) -> None:
+    """bf16 is the dtype of computation, on by default; dtype is that of the weights."""
+    weights = str(found.first("dtype", "torch_dtype") or "float32")
+    if found.get("fp16", False):
+        found.refuse("fp16", "jaxrl computes in bfloat16 or float32", "model.dtype")
+    elif found.get("bf16", True) is False and weights == "float32":
+        found.config["model.dtype"] = "float32"
+    if weights != "float32":
+        name = "dtype" if found.given("dtype") else "torch_dtype"
+        reason = (
+            "the weights that are updated are float32 here, unless learner.master_weights=False"
+        )
+        found.note(DIFFERS, name, reason)
+
+
+def adapters(found: Migration) -> None:
+    for theirs, ours in ADAPTERS.items():
+        found.carry(theirs, ours)
+    if found.get("lora_target_modules"):
+        found.carry("lora_target_modules", "lora.target_modules", listed)
+    else:
+        found.config["lora.target_modules"] = ("q_proj", "v_proj")
+        reason = "not given: PEFT chooses by model type; q_proj and v_proj as for Llama and Qwen"
+        found.note(DIFFERS, "lora_target_modules", reason)
+    if found.number("lora_dropout", 0.05):
+        found.note(NONE, "lora_dropout", "adapters are trained without dropout")
+    for name, dtype in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
+        if found.get(name, False):
+            found.config["lora.base_dtype"] = dtype
 
 
 def data(found: Migration) -> None:
@@ -325,6 +352,10 @@ def reference(found: Migration, beta: float) -> None:
 
 def offline(found: Migration, kind: str) -> None:
     """Supervised fine-tuning, preference pairs and reward models."""
+    order = found.get("train_sampling_strategy", "sequential" if kind == "kto" else "random")
+    found.config["data.shuffle"] = order != "sequential" or found.get("shuffle_dataset") is True
+    for name, (value, reason, ours) in OFFLINE_NEUTRAL.items():
+        found.refuse_unless(name, value, reason, *ours)
     longest = max(1, found.number("max_length", 1024) or 1024)
     found.config |= {
         "data.max_prompt_len": max(1, longest // 2),
@@ -336,6 +367,9 @@ def offline(found: Migration, kind: str) -> None:
     length(found, 1)
     token_budget(found, longest)
     if kind == "sft":
+        found.refuse_unless(
+            "loss_type", "nll", "jaxrl's loss of SFT is the negative log likelihood"
+        )
         if found.get("packing", False):
             found.note(
                 DECIDE,

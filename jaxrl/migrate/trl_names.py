@@ -31,7 +31,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "loss_type": "dapo",
         "scale_rewards": "group",
         "importance_sampling_level": "token",
-        "router_aux_loss_coef": 0.001,
     },
     "rloo": ONLINE_DEFAULTS | {"num_generations": 2, "beta": 0.05},
     "sft": {"learning_rate": 2e-5, "max_length": 1024},
@@ -44,7 +43,6 @@ RENAMED = {
     "trust_remote_code": "model.trust_remote_code",
     "chat_template_path": "data.chat_template",
     "chat_template_kwargs": "data.template_kwargs",
-    "shuffle_dataset": "data.shuffle",
     "learning_rate": "learner.lr",
     "weight_decay": "learner.weight_decay",
     "max_grad_norm": "learner.clip_norm",
@@ -55,8 +53,17 @@ RENAMED = {
     "run_name": "name",
     "output_dir": "run_dir",
     "save_total_limit": "checkpoint.keep",
+    "router_aux_loss_coef": "learner.router_aux_coef",
+    "project": "log.project",
+}
+ADAPTERS = {
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "use_rslora": "lora.rslora",
+    "use_dora": "lora.dora",
 }
 ONLINE = {
+    "shuffle_dataset": "data.shuffle",
     "num_generations": "rollout.n",
     "num_generations_eval": "eval.n",
     "max_prompt_length": "data.max_prompt_len",
@@ -86,4 +93,26 @@ CORRECTIONS = {
     "token_mask": "icepop",
     "sequence_truncate": "seq_tis",
     "sequence_mask": "seq_icepop",
+}
+# Settings that change the numbers: the value without effect, the reason, keys that settle it.
+NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "repetition_penalty": (1.0, "jaxrl's sampling has no such penalty", ()),
+    "generation_kwargs": (None, "jaxrl's sampling has the keys of rollout.sampling", ()),
+    "top_entropy_quantile": (1.0, "jaxrl's loss is over all tokens", ()),
+    "multi_objective_aggregation": ("sum_then_normalize", "jaxrl normalizes the sum", ()),
+    "normalize_advantages": (False, "jaxrl's RLOO does not normalize over the batch", ()),
+    "label_smoothing_factor": (0.0, "jaxrl's loss has no label smoothing", ()),
+    "neftune_noise_alpha": (None, "jaxrl adds no noise to embeddings", ()),
+    "lr_scheduler_kwargs": (None, "set learner.min_lr_ratio", ("learner.min_lr_ratio",)),
+    "model_revision": ("main", "give the folder of that revision", ("model.path",)),
+    "average_tokens_across_devices": (True, "jaxrl's token means are over all devices", ()),
+}
+OFFLINE_NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "loss_weights": (None, "jaxrl has one preference loss", ()),
+    "rpo_alpha": (None, "jaxrl's preference losses have no such term", ()),
+    "ld_alpha": (None, "jaxrl's preference losses count all tokens", ()),
+    "f_divergence_type": ("reverse_kl", "jaxrl's preference losses have the reverse KL", ()),
+    "use_weighting": (False, "jaxrl does not weight pairs", ()),
+    "sync_ref_model": (False, "the reference of preference pairs is the initial policy", ()),
+    "center_rewards_coefficient": (None, "jaxrl's reward models are not centered", ()),
 }

@@ -17,6 +17,7 @@ CONFIGS = {
 }
 MODEL_CONFIGS = ("ModelConfig", "LoraConfig", "ScriptArguments")
 LORA_NAMES = {"r": "lora_r", "target_modules": "lora_target_modules"}
+PEFT_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # of LoraConfig itself
 
 
 def script(text: str) -> tuple[Settings, str]:
@@ -47,6 +48,9 @@ def script(text: str) -> tuple[Settings, str]:
             "script or the YAML file that has the settings"
         )
     found = Settings()
+    if "LoraConfig" in calls:
+        for name, default in PEFT_DEFAULTS.items():
+            found.put(name, default)
     configs = [name for name in (*CONFIGS, *MODEL_CONFIGS) if name in calls]
     for name in configs:
         for keyword in calls[name][0].keywords:

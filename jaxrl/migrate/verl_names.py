@@ -133,3 +133,27 @@ OVERLONG_BUFFERS = (
     "reward_model.reward_kwargs.overlong_buffer_cfg.",
     "reward.reward_kwargs.overlong_buffer_cfg.",
 )
+# Settings that change the numbers: the value without effect, the reason, keys that settle it.
+NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "algorithm.use_pf_ppo": (False, "jaxrl does not resample a batch by its rewards", ()),
+    ROLLOUT + "ignore_eos": (False, "a response ends with its end-of-sequence token here", ()),
+    "trainer.val_only": (False, "it does not train: python -m jaxrl.evaluate validates", ()),
+}
+# The critic has these of the policy.
+SHARED_WITH_CRITIC = {
+    "critic.grad_clip": ACTOR + "grad_clip",
+    "critic.ppo_mini_batch_size": ACTOR + "ppo_mini_batch_size",
+    **{
+        f"critic.optim.{name}": f"{ACTOR}optim.{name}"
+        for name in (
+            "betas",
+            "clip_grad",
+            "lr_warmup_steps",
+            "lr_warmup_steps_ratio",
+            "lr_scheduler_type",
+            "lr_decay_style",
+            "min_lr_ratio",
+            "optimizer",
+        )
+    },
+}

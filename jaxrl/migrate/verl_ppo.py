@@ -3,7 +3,7 @@
 import math
 
 from jaxrl.config.choices import RATIO_REJECTIONS, REJECTIONS
-from jaxrl.migrate.migration import DECIDE, DIFFERS, NONE, UNNEEDED, Migration
+from jaxrl.migrate.migration import DIFFERS, UNNEEDED, Migration
 from jaxrl.migrate.verl_names import (
     ACTOR,
     ADVANTAGES,
@@ -12,17 +12,17 @@ from jaxrl.migrate.verl_names import (
     CRITIC,
     DEFAULTS,
     DISTILLATION,
-    EPISODES,
     KLS,
     LOSS_KEYS,
     LOSSES,
     MODEL,
-    MULTI_TURN,
-    OVERLONG_BUFFERS,
+    NEUTRAL,
     REF,
     RENAMED,
     ROLLOUT,
+    SHARED_WITH_CRITIC,
 )
+from jaxrl.migrate.verl_rewards import episodes, rewards
 from jaxrl.migrate.verl_training import (
     SECTIONS,
     adapters,
@@ -44,6 +44,8 @@ def ppo(found: Migration) -> None:
     """Translates a run of main_ppo, which other programs of verl extend."""
     for name, ours in RENAMED.items():
         found.carry(name, ours)
+    for name, (value, reason, keys) in NEUTRAL.items():
+        found.refuse_unless(name, value, reason, *keys)
     devices(found)
     data(found)
     length(found)
@@ -182,6 +184,10 @@ def advantage(found: Migration) -> None:
         for theirs, ours in CRITIC.items():
             found.carry(theirs, ours)
         found.carry("algorithm.lam", "algorithm.lam")
+        for theirs, of_policy in SHARED_WITH_CRITIC.items():
+            own, shared = found.settings.values.get(theirs), found.settings.values.get(of_policy)
+            if own is not None and own != shared:
+                found.note(DIFFERS, theirs, f"the critic has the learner's, from {of_policy}")
     elif found.settings.values.get("trainer.critic_warmup"):
         found.note(UNNEEDED, "trainer.critic_warmup", f"{name} has no critic")
     if name in ("gae", "reinforce_plus_plus"):
@@ -219,11 +225,26 @@ def loss(found: Migration) -> None:
         found.config["algorithm.aggregation"] = "seq_mean_token_mean"
     else:
         found.choose(ACTOR + "loss_agg_mode", AGGREGATIONS, "algorithm.aggregation")
+    if found.config.get("algorithm.aggregation") == "seq_mean_token_sum_norm":
+        scale_factor(found)
     mode = found.settings.values.get("critic.loss_agg_mode")
     if mode is not None and found.config.get("algorithm.advantage") == "gae":
         found.choose("critic.loss_agg_mode", AGGREGATIONS, "critic.aggregation")
     # verl trains on groups of equal rewards too: their tokens count in the mean.
     found.config["algorithm.drop_flat_groups"] = False
+
+
+def scale_factor(found: Migration) -> None:
+    """The divisor of seq-mean-token-sum-norm: verl's default is the longest row of the batch."""
+    longest = found.config.get("data.max_response_len", 512)
+    factor = found.number(ACTOR + "loss_scale_factor", longest)
+    if factor != longest:
+        found.refuse(
+            ACTOR + "loss_scale_factor",
+            f"jaxrl divides by data.max_response_len={longest}; multiply learner.lr by "
+            f"{longest}/{factor} with another optimizer than AdamW, or write an aggregation",
+            "algorithm.aggregation",
+        )
 
 
 def kl(found: Migration) -> None:
@@ -281,6 +302,8 @@ def distillation(found: Migration) -> None:
             "algorithm.kl_coef": 1.0,
         }
         found.carry(section + "loss_max_clamp", "algorithm.kl_clamp", float)
+        reason = "the log ratio to the teacher is the only reward here"
+        found.refuse_unless(section + "distillation_loss_coef", 1.0, reason, "algorithm.kl_coef")
         return
     found.refuse(
         DISTILLATION + "enabled",
@@ -384,61 +407,3 @@ def ratio_bounds(bounds: str) -> tuple[float, float]:
     if not high:
         low, high = str(1 / float(low or 2.0)), low or "2.0"
     return 1 / float(high), 1 / float(low)
-
-
-def rewards(found: Migration) -> None:
-    section = "custom_reward_function."
-    path = found.first(section + "path", "reward." + section + "path")
-    name = found.first(section + "name", "reward." + section + "name")
-    found.config["reward.functions"] = (
-        f"{path}:{name or 'compute_score'}" if path else "by_source",
-    )
-    for prefix in OVERLONG_BUFFERS:
-        if found.get(prefix + "enable", False):
-            found.carry(prefix + "len", "reward.overlong_buffer")
-            found.config["reward.overlong_penalty"] = found.get(prefix + "penalty_factor", 1.0)
-    manager = found.first("reward_model.reward_manager", "reward.reward_manager.name")
-    if manager not in (None, "naive", "dapo"):
-        given = "reward.reward_manager.name"
-        name = given if found.given(given) else "reward_model.reward_manager"
-        found.note(NONE, name, "functions are called once per response")
-    for switch, model in (
-        ("reward_model.enable", "reward_model.model.path"),
-        ("reward.reward_model.enable", "reward.reward_model.model_path"),
-    ):
-        if not found.get(switch, False):
-            continue
-        if path:
-            found.refuse(
-                model,
-                f"{path} alone gives verl's reward and asks this model over HTTP; serve it for the "
-                "function and set '', or set its path to add the score of its head",
-                "reward_model.path",
-            )
-        else:
-            found.carry(model, "reward_model.path")
-            found.config["reward.functions"] = ()
-
-
-def episodes(found: Migration) -> None:
-    """Several turns need an environment here, which no setting of verl gives."""
-    agent = ROLLOUT + "agent."
-    names = [agent + name for name in ("agent_loop_config_path", "agent_loop_manager_class")]
-    if found.settings.values.get(agent + "default_agent_loop") != "single_turn_agent":
-        names.append(agent + "default_agent_loop")
-    if found.get(MULTI_TURN + "enable", False):
-        names.append(MULTI_TURN + "enable")
-    names = [name for name in names if found.has(name)]
-    if not names:
-        return
-    for name, ours in EPISODES.items():
-        found.carry(name, ours)
-    found.refuse(
-        names[-1],
-        "write the tools as an environment (docs/how_to/environments.md) and give its name",
-        "env.name",
-        "env.agent",
-    )
-    for name in ("tool_config_path", "interaction_config_path"):
-        if found.settings.values.get(MULTI_TURN + name):
-            found.note(DECIDE, MULTI_TURN + name, "its classes become those of env.name")

@@ -2,8 +2,6 @@
 
 from jaxrl.migrate.migration import DIFFERS, NONE, UNNEEDED, Reasons
 
-ENGINE = r"(.*\.)?(megatron|veomni|engine|fsdp|fsdp_config)\."
-
 REASONS: Reasons = (
     (r".*\._target_|hydra\..*", UNNEEDED, "of Hydra"),
     (
@@ -63,17 +61,6 @@ REASONS: Reasons = (
         "jaxrl does not have it yet",
     ),
     (
-        ENGINE
-        + r".*|.*\.(reshard_after_forward|forward_prefetch|use_orig_params|mixed_precision\..*)"
-        r"|.*\.optim\.(override_optimizer_config\..*|optimizer_impl|num_cycles"
-        r"|total_training_steps|lr_warmup_init|zero_indexed_step|init_lr_ratio|lr_decay_steps)"
-        r"|optim\.(override_optimizer_config\..*|optimizer_impl|num_cycles|total_training_steps"
-        r"|lr_warmup_init|zero_indexed_step|init_lr_ratio|lr_decay_steps|master_weights"
-        r"|store_param_remainders|exp_avg.*_dtype)",
-        UNNEEDED,
-        "an option of verl's training engine",
-    ),
-    (
         r"actor_rollout_ref\.rollout\.(gpu_memory_utilization)",
         DIFFERS,
         "vLLM's share of memory; rollout.memory_utilization is the fraction for weights, "
@@ -96,7 +83,7 @@ REASONS: Reasons = (
     ),
     (
         r"actor_rollout_ref\.rollout\.(name|mode|dtype|load_format|max_model_len|disable_.*"
-        r"|enable_chunked_prefill|prompt_length|response_length|do_sample|ignore_eos|nnodes"
+        r"|enable_chunked_prefill|prompt_length|response_length|do_sample|nnodes"
         r"|data_parallel_size|update_weights.*|multi_stage.*|over_sample_rate|skip_.*|n_gpus_per_node"
         r"|calculate_log_probs|checkpoint_engine\..*|engine_kwargs\..*|logprobs_mode|seed"
         r"|enable_sleep_mode|standalone_gpu_memory_utilization|agent\..*|prometheus\..*|pipeline_model_parallel_size)",
@@ -115,14 +102,17 @@ REASONS: Reasons = (
         "the policy loss of this run does not read it",
     ),
     (r"algorithm\.(gamma|lam)", UNNEEDED, "the advantage of this run does not read it"),
-    (r"critic\..*", UNNEEDED, "this run has no critic, or its key is the learner's"),
-    (r"(.*\.)?optim\..*", NONE, "jaxrl has no key for it"),
+    (r"critic\..*", UNNEEDED, "this run has no critic, or it has this of the learner"),
     (
         r".*rollout_correction\..*",
         UNNEEDED,
         "this correction is off",
     ),
-    (r"algorithm\.filter_groups\..*", UNNEEDED, "groups of equal rewards are found by the reward"),
+    (
+        r"algorithm\.filter_groups\..*",
+        DIFFERS,
+        "groups are compared by their reward, with all penalties",
+    ),
     (
         r"actor_rollout_ref\.(hybrid_engine|nccl_timeout)|ray_kwargs\..*|transfer_queue\..*"
         r"|trainer\.(balance_batch|n_gpus_per_node|nnodes|device|ray_.*|use_legacy.*|esi_.*"
@@ -133,9 +123,14 @@ REASONS: Reasons = (
     ),
     (r"(actor\.)?(.*\.)?checkpoint\..*", UNNEEDED, "checkpoints always have the whole state"),
     (
-        r"reward_model\..*|reward\.reward_model\..*|reward\.(num_workers|reward_kwargs\..*)",
+        r"reward_model\..*|reward\.reward_model\..*|reward\.num_workers",
         UNNEEDED,
         "reward functions run in worker processes, a reward model in the engine's program",
+    ),
+    (
+        r"distillation\.distillation_loss\.log_prob_min_clamp",
+        DIFFERS,
+        "verl bounds logprobs; algorithm.kl_clamp bounds the log ratio",
     ),
     (r"distillation\..*", UNNEEDED, "an option of verl's distillation workers"),
     (r"async_training\..*", UNNEEDED, "set by schedule.mode=async"),

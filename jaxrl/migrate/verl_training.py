@@ -19,6 +19,7 @@ AXES = {
     "expert": ("expert_model_parallel_size", "expert_parallel_size", "ep_size", "ep"),
 }
 SECTIONS = ("fsdp_config.", "fsdp.", "megatron.", "veomni.", "engine.")
+COSINE_ENGINES = ("veomni", "automodel")  # whose schedule is cosine by default
 RESUMES = "an existing checkpoint in run_dir is always resumed; give another run_dir to start again"
 
 
@@ -96,7 +97,8 @@ def optimizer(found: Migration, prefix: str, updates_per_step: int) -> None:
     if least is not None and lr:
         found.config["learner.min_lr_ratio"] = least / lr
     names = [prefix + name for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")]
-    schedule = found.first(*names)
+    engine = found.first("model_engine", "optim", "engine")
+    schedule = found.first(*names) or ("cosine" if engine in COSINE_ENGINES else None)
     if schedule in LR_SCHEDULES:
         found.config["learner.lr_schedule"] = schedule
     elif schedule is not None:

@@ -42,7 +42,7 @@ def forward_packed(
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows; a token attends causally within its own segment.
 
-    Under rules with `ring`, rows are in zig-zag order (sharding/order.py). Rules that shard layers
+    Under rules with `ring`, rows are in zig-zag order (sharding/rules.py). Rules that shard layers
     run them as a pipeline (pipeline.py).
     """
     return forward_routed(

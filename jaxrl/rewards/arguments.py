@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rewards.signatures import FORMS, CallSignature
+from jaxrl.rewards.calls import FORMS, CallSignature
 from jaxrl.types import Episode, Prompt, Rollout
 
 Decode = Callable[[np.ndarray], str]

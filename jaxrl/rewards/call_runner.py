@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.signatures import CallSignature
-from jaxrl.rewards.worker_messages import RewardResult, late, read_results, read_signatures
+from jaxrl.rewards.calls import CallSignature, RewardResult, late, read_results, read_signatures
 from jaxrl.subprocesses.channel import ProtocolError, wait
 from jaxrl.subprocesses.output import OutputLog
 from jaxrl.subprocesses.process import (

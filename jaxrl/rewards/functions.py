@@ -3,9 +3,8 @@
 import inspect
 from collections.abc import Sequence
 
-from jaxrl.config.options import options
-from jaxrl.config.plugins import import_path, load_plugin
-from jaxrl.rewards.signatures import RewardFunction
+from jaxrl.config.plugins import import_path, load_plugin, options
+from jaxrl.rewards.calls import RewardFunction
 
 KEY = "reward.functions"
 BUILT_IN = {

@@ -14,10 +14,9 @@ import numpy as np
 from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.arguments import batch_arguments, columns, missing_columns, single_arguments
 from jaxrl.rewards.call_runner import CallKey, CallRunner, FunctionCall
+from jaxrl.rewards.calls import CallSignature, RewardResult, is_score
 from jaxrl.rewards.functions import check_start, metric_names, pool_option
 from jaxrl.rewards.sandbox.folder import remove_left
-from jaxrl.rewards.signatures import CallSignature
-from jaxrl.rewards.worker_messages import RewardResult, is_score
 from jaxrl.subprocesses.output import OutputLog, print_line
 from jaxrl.types import Prompt, Reward, Rollout
 
@@ -30,7 +29,7 @@ class RewardPool:
 
     The constructor starts the workers and returns once all have imported the functions. It raises
     ValueError for an unknown name, a module that cannot be imported, a function of no known form
-    (rewards/signatures.py), a wrong number of weights, or a reward that cannot run on this machine.
+    (rewards/calls.py), a wrong number of weights, or a reward that cannot run on this machine.
     `decode` turns tokens into text with special tokens, for functions that declare prompt_str or
     query_str. `write` gets each line that the functions print. Not thread-safe.
     """

@@ -14,9 +14,15 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, SupportsFloat
 
 from jaxrl.config.user_code import error_text
+from jaxrl.rewards.calls import (
+    CallSignature,
+    RewardFunction,
+    RewardResult,
+    check_score,
+    late,
+    read_signature,
+)
 from jaxrl.rewards.functions import load_reward, pool_option
-from jaxrl.rewards.signatures import CallSignature, RewardFunction, read_signature
-from jaxrl.rewards.worker_messages import RewardResult, check_score, late
 from jaxrl.subprocesses.channel import WorkerChannel
 from jaxrl.subprocesses.descendants import adopt_orphans, end_descendants, reap_orphans
 from jaxrl.subprocesses.process import connect, time_limit
@@ -35,7 +41,7 @@ class LoadedReward:
 def main(fd: int) -> None:
     """Loads the functions, reports their signatures or the error, then answers calls.
 
-    Returns when the parent closes the socket. rewards/worker_messages.py has the messages.
+    Returns when the parent closes the socket. rewards/calls.py has the messages.
     """
     channel = connect(fd)
     adopt_orphans()

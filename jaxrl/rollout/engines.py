@@ -22,11 +22,10 @@ from jaxrl.layout import Layout
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import AgentRunner, Agents
 from jaxrl.rollout.agents.turn import TurnReader
-from jaxrl.rollout.loop import EpisodeRunner, generate
+from jaxrl.rollout.loop import EpisodeRunner, SingleTurnRunner, generate, sampled_requests
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
-from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
 from jaxrl.runtime.signals import Interrupted, StopFlag
 from jaxrl.tool_calls.formats import ToolFormat
 from jaxrl.tracking.progress import Progress

@@ -26,7 +26,7 @@ from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.tracking.progress import Progress
-from jaxrl.trainer.setup.data import make_renderer
+from jaxrl.trainer.setup.models import make_renderer
 from jaxrl.trainer.setup.session import set_compilation_cache
 from jaxrl.types import Tree
 from sharding import make_mesh

@@ -39,8 +39,8 @@ class WorkerProcess:
 
     It leads its own session, so Ctrl-C reaches the parent only and it has no terminal. `output`
     shows what it prints. With `ends_descendants`, all that it starts ends with it, in other
-    sessions too; the module has to adopt orphans (workers/descendants.py). The constructor raises
-    WorkerFailed if the system starts no process.
+    sessions too; the module has to adopt orphans (subprocesses/descendants.py). The constructor
+    raises WorkerFailed if the system starts no process.
     """
 
     def __init__(

@@ -13,11 +13,13 @@ from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.content import Content
 from jaxrl.data.iterator import Batches
+from jaxrl.data.packing import Packed, sequence_lens, shared_lens
 from jaxrl.learner.coefficients import Coefficients
 from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.flops import forward_flops
 from jaxrl.models.lora import without_adapters
 from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
@@ -113,6 +115,7 @@ class Core:
     reference: Decoder | None  # a separate reference model; see `ref_params`
     coefs: Coefficients  # KL and entropy coefficients of the next step
     reward_scale: RewardScale  # running moments of all rewards
+    peak_flops: float | None  # FLOP/s of all devices; None if unknown (planner/chips.py)
     position: dict  # iterator state after the steps done
     # Makes JSON of what was in flight after these steps; None: a step leaves nothing in flight.
     in_flight: Callable[[], dict[str, Any]] | None
@@ -127,13 +130,42 @@ class Core:
         if self.session.lock is not None:
             self.session.lock.check()
 
-    def end_step(self, metrics: dict[str, float]) -> None:
-        """Increments the step counter and logs the metrics."""
+    def end_step(
+        self, metrics: dict[str, float], *, n_tokens: int, trained: Sequence[Packed]
+    ) -> None:
+        """Increments the step counter and logs the metrics. Call it after the timed block "step".
+
+        `n_tokens` counts the tokens of the step's sequences; `trained` are the micro-batches of one
+        epoch.
+        """
         self.check_lock()
         clock, self.position = self.clock, self.iterator.state()
+        metrics = metrics | self.speed_metrics(n_tokens, trained)
         clock.step, clock.step_restartable = clock.step + 1, True
         self.logger.metrics(clock.step, metrics | clock.take_seconds())
         self.session.progress.steps(clock.step, clock.total_steps)
+
+    def speed_metrics(self, n_tokens: int, trained: Sequence[Packed]) -> dict[str, float]:
+        """perf/tokens_per_s of the step, perf/tokens_per_s_per_device and perf/mfu_actor.
+
+        perf/mfu_actor is the model FLOPs of the updates divided by the peak FLOPs of the devices
+        during time/update_actor_s; tokens of shared prefixes count once.
+        """
+        seconds = self.clock.seconds
+        rate = n_tokens / seconds["time/step_s"]
+        metrics = {
+            "perf/tokens_per_s": rate,
+            "perf/tokens_per_s_per_device": rate / jax.device_count(),
+        }
+        if self.peak_flops is not None and trained:
+            model = self.state.params.cfg
+            whole, shared = (
+                forward_flops(model, np.concatenate([lens(packed.batch) for packed in trained]))
+                for lens in (sequence_lens, shared_lens)
+            )
+            flops = 3 * self.cfg.learner.epochs * (whole - shared)
+            metrics["perf/mfu_actor"] = flops / (self.peak_flops * seconds["time/update_actor_s"])
+        return metrics
 
     def no_compile(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Raises RecompileError if the block compiles, except in a process's first step."""

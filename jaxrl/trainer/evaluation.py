@@ -7,8 +7,7 @@ import numpy as np
 
 from jaxrl.algorithms.evaluation_statistics import pass_at_k, standard_error
 from jaxrl.config.keys import EvalConfig
-from jaxrl.trainer.metrics import episode_means, part_means
-from jaxrl.trainer.phases.rewards import split_groups
+from jaxrl.trainer.phases.rewards import episode_means, part_means, split_groups
 from jaxrl.types import ScoredRollout
 
 

@@ -33,7 +33,7 @@ from jaxrl.models.files.kept_record import warn_of_change
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.lora import checkpoint_part, with_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
-from jaxrl.trainer.setup.data import make_renderer
+from jaxrl.trainer.setup.models import make_renderer
 
 # policy: the model that the run trains, also a reward model; adapter: its adapter, in PEFT's format
 MAX_SHOWN = 4  # differences in one error message

@@ -6,9 +6,8 @@ from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics
 from jaxrl.trainer.core import Run
 from jaxrl.trainer.evaluation import validation_metrics
 from jaxrl.trainer.first_samples import show_first_samples
-from jaxrl.trainer.metrics import sample_records, speed_metrics
 from jaxrl.trainer.phases.experience import make_experience, score
-from jaxrl.trainer.phases.rewards import RewardsFailed
+from jaxrl.trainer.phases.rewards import RewardsFailed, sample_records
 from jaxrl.trainer.phases.sampling import (
     Collected,
     chosen_groups,
@@ -54,7 +53,7 @@ def train_step(run: Run) -> None:
     core.coefs = adapt_coefficients(core.coefs, metrics, cfg, n_samples=experience.n_samples)
     core.in_flight = run.source.in_flight()
     trained = [packed for mini in mini_batches for packed in mini.packed]
-    core.end_step(metrics | speed_metrics(core, collected.n_tokens, trained))
+    core.end_step(metrics, n_tokens=collected.n_tokens, trained=trained)
     if core.clock.refresh_due:
         refresh_reference(core)
     core.logger.samples(core.clock.step, sample_records(collected.sampled, kind="train"))

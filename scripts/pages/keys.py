@@ -1,4 +1,4 @@
-"""The page of the keys of verl, OpenRLHF and TRL, with the key here for each.
+"""The page of the keys of verl, OpenRLHF, TRL, prime-rl and Tunix, with the key here for each.
 
 python -m scripts.pages.keys > docs/reference/keys.md
 """
@@ -10,14 +10,17 @@ from jaxrl.config.other_frameworks import Counterpart, table
 from jaxrl.config.schema import keys
 
 INTRODUCTION = """\
-# Coming from verl, OpenRLHF or TRL
+# Coming from verl, OpenRLHF, TRL, prime-rl or Tunix
 
-This page has the jaxrl key for each key of verl, OpenRLHF and TRL. On the command line and in a
-config file such a key is answered with its row. [config.md](config.md) has every key with its
-default. "Not needed" means that it always happens, or that there is nothing to choose; "not yet"
-means that it is missing. `python -m jaxrl.migrate FILE` (a launch script or a YAML file) writes the
-config file for you and lists what has no counterpart. The page is generated from
-`jaxrl/config/other_frameworks.tsv` by `python -m scripts.pages.keys > docs/reference/keys.md`.
+This page has the jaxrl key for each key of verl 0.9.1, OpenRLHF 0.11.2, TRL 1.16, prime-rl 0.8 and
+Tunix 0.1.7, and for names of their earlier versions. On the command line and in a config file such
+a key is answered with its row. [config.md](config.md) has every key with its default. "Not needed"
+means that it always happens, or that there is nothing to choose; "not yet" means that it is
+missing. `*` stands for any text: such a row is for the names that no other row has. `python -m
+jaxrl.migrate FILE` (a launch script or a YAML file of verl, OpenRLHF or TRL) writes the config file
+for you and lists what has no counterpart. The page is generated from
+`jaxrl/config/other_frameworks.tsv` by `python -m scripts.pages.keys > docs/reference/keys.md`;
+`tests/migrate/keys/` has the names that the packages define.
 
 Three differences explain most rows:
 
@@ -43,6 +46,11 @@ NOTES = {
     "before.",
     "OpenRLHF, SFT, DPO and reward models": "Keys of `openrlhf.cli.train_sft`, "
     "`openrlhf.cli.train_dpo` and `openrlhf.cli.train_rm`; the others are above.",
+    "prime-rl": "Keys of `rl`; those of `sft` lack `trainer.`. `[]` stands for an entry of a list. "
+    "Its TOML files are not read by `python -m jaxrl.migrate`.",
+    "Tunix": "Fields of `GRPOConfig`, `DAPOConfig`, `DrGRPOConfig`, `PPOConfig`, `RolloutConfig`, "
+    "`RLTrainingConfig`, `ClusterConfig` and `DPOTrainingConfig`. Its scripts are not read by "
+    "`python -m jaxrl.migrate`.",
     "other names": "Common names of settings in other trainers, engines and papers.",
     "TRL": "Arguments of `GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, "
     "`RewardConfig` and `ModelConfig`, and those of transformers' `TrainingArguments`.",

@@ -14,6 +14,7 @@ from jaxrl.data.sources.rows import SourceRow
 from jaxrl.environments.builtin.calculator import Calculator
 from jaxrl.environments.worker import checked_step
 from jaxrl.http.errors import RequestError
+from jaxrl.rewards.calls import check_score
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.truths import answers, check_truth
 from jaxrl.rewards.verifiers.answer_text import number_in_words, undecorated
@@ -27,7 +28,6 @@ from jaxrl.rewards.verifiers.math import math
 from jaxrl.rewards.verifiers.numbers import _NUMBER, _plain, _value, last_number_of, same_number
 from jaxrl.rewards.verifiers.reasoning_gym import extract
 from jaxrl.rewards.verifiers.remote import read_scores
-from jaxrl.rewards.worker_messages import check_score
 from jaxrl.rollout.agents.chat import parse_reward
 from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.truths import report_truths, with_checked_truths

@@ -34,6 +34,12 @@ WRONG = [
         "no separate critic",
         "leave out 'critic'",
     ),
+    (
+        dict(learner__shared_prefixes="on", model__attention="cudnn"),
+        "learner.shared_prefixes='on'",
+        "kernel 'cudnn' sees one range of keys",
+        "set shared_prefixes to 'auto' or 'off', or model.attention='auto'",
+    ),
     (dict(learner__zero=2), "learner.zero=2", "mesh.replica=1", "set learner.zero=0"),
     (
         dict(learner__offload=("reference",), lora__rank=4, algorithm__kl_coef=0.1),
@@ -520,3 +526,12 @@ def test_old_responses_without_correction_warn(recwarn):
     resolve(runnable(**old, algorithm__correction="token_tis"))
     resolve(runnable(**(old | {"schedule__max_staleness": 1})))
     assert not recwarn.list
+
+
+def test_a_kernel_that_shares_no_prefixes_warns_unless_sharing_is_off():
+    with pytest.warns(UserWarning, match="kernel 'cudnn' sees one range.*shared_prefixes='off'"):
+        run = resolve(runnable(model__attention="cudnn"))
+    assert not run.shares_prefixes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(runnable(model__attention="cudnn", learner__shared_prefixes="off"))

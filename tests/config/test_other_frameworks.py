@@ -32,7 +32,7 @@ def test_the_page_is_made_from_the_table():
 def test_every_name_has_an_answer():
     for row in table():
         for name in row.names:
-            assert name in answer(name), name
+            assert name.lstrip("-") in answer(name), name
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_every_name_has_an_answer():
         ("actor_learning_rate", "OpenRLHF's --actor_learning_rate is learner.lr here"),
         ("actor.adam.lr", "OpenRLHF's --actor.adam.lr is learner.lr here"),
         ("packing_samples", "OpenRLHF's --packing_samples is not needed here: always on"),
-        ("optim.lr", "is learner.lr here; verl's critic.optim.lr is critic.lr here (schedule"),
+        ("optim.lr", "optim.lr is learner.lr here"),
         ("ppo_mini_batch_size", "verl's actor_rollout_ref.actor.ppo_mini_batch_size is learner."),
         ("actor_rollout_ref.nothing", "actor_rollout_ref has other names here; docs/reference/ke"),
         ("max_num_seqs", "did you mean rollout.max_num_seqs?"),
         ("rollout.tenser", "did you mean rollout.tensor?"),
         ("learner.opt", "did you mean learner.optimizer?"),
         ("learner.learning_rate", "TRL's learning_rate is learner.lr here"),
-        ("data.batch_size", "OpenRLHF's --rollout.batch_size is data.prompts_per_step here"),
+        ("data.batch_size", "prime-rl's data.batch_size is data.prompts_per_step here"),
         ("rollout.num_generations", "TRL's num_generations is rollout.n here"),
         ("rollout.max_tokens", "max_tokens is data.max_response_len here"),
         ("temperature", "is rollout.sampling.temperature here"),

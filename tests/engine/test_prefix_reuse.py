@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.rollout.loop import generate
-from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
+from jaxrl.rollout.loop import SingleTurnRunner, generate, sampled_requests
 from jaxrl.types import Prompt
 from tests.engine.engine_cases import (
     FAMILIES,

@@ -1,11 +1,10 @@
 """Updates and scores of rows with shared prefixes have the numbers of separate sequences.
 
-Tests of jaxrl/learner/prefixes.py, and of everything between packing and gradient that sees rows.
+They cover everything between packing and gradient that sees rows.
 """
 
 import dataclasses
 import functools
-import logging
 
 import jax
 import numpy as np
@@ -13,12 +12,10 @@ import pytest
 
 from jaxrl.config.choices import POLICY_LOSSES
 from jaxrl.config.keys import ModelConfig, RunConfig
-from jaxrl.data.packing import gather, pack
+from jaxrl.data.packing import gather, pack, pack_samples
 from jaxrl.kernels import attention, ring_attention
 from jaxrl.kernels.attention.splash import attention_splash
 from jaxrl.kernels.ring_attention.splash import ring_splash
-from jaxrl.learner import prefixes
-from jaxrl.learner.prefixes import pack_samples, shares_prefixes
 from jaxrl.learner.step import take_tokens
 from jaxrl.models.config import LoRA
 from sharding import PIPELINE, RING, TRAIN, ULYSSES, make_mesh
@@ -201,19 +198,6 @@ def test_off_packs_every_sequence_separately():
     assert copies["off"] == 1 and copies["auto"] == copies["on"] > N
 
 
-def test_cudnn_turns_sharing_off_with_one_message(caplog):
-    prefixes._log_separate.cache_clear()
-    with caplog.at_level(logging.INFO, "jaxrl.learner.prefixes"):
-        assert not shares_prefixes(config("auto", "cudnn"))
-        assert not shares_prefixes(config("auto", "cudnn"))
-    [record] = caplog.records
-    assert "learner.shared_prefixes: off, because a query of the attention kernel 'cudnn'" in (
-        record.getMessage()
-    )
-    with pytest.raises(ValueError, match=r"shared_prefixes='on', but .* kernel 'cudnn'"):
-        shares_prefixes(config("on", "cudnn"))
-
-
 @pytest.mark.parametrize("kernel", ["auto", "blockwise", "splash", "triton"])
 def test_all_other_kernels_share(kernel):
-    assert shares_prefixes(config("auto", kernel)) and shares_prefixes(config("on", kernel))
+    assert config("auto", kernel).shares_prefixes and config("on", kernel).shares_prefixes

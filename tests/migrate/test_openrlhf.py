@@ -73,7 +73,7 @@ def test_offline_programs_are_known(program, module, arguments, key, value):
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--train.agent_func_path a.py", "--train.async_enable", "--data.image_key images"],
+    ["--train.agent_func_path a.py", "--train.async_enable", "--data.max_images_per_prompt 4"],
 )
 def test_what_needs_other_work_is_refused(arguments):
     name = arguments.split()[0].lstrip("-")
@@ -97,3 +97,83 @@ def test_the_translation_and_the_table_agree():
     for theirs, ours in renamed.items():
         assert theirs not in answers or ours in answers[theirs], theirs
         assert ours in known
+
+
+CORRECTION = "--algo.advantage.is_correction_"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {"correction": None}),
+        (
+            f"{CORRECTION}level token {CORRECTION}mode clip {CORRECTION}threshold 0.5 2",
+            {"correction": "token_tis", "correction_floor": 0.5, "correction_high": 2.0},
+        ),
+        (
+            f"{CORRECTION}level token {CORRECTION}threshold 4",
+            {"correction": "icepop", "correction_low": 0.0, "correction_high": 4.0},
+        ),
+        (
+            f"{CORRECTION}level seq",
+            {
+                "correction": "token_tis",
+                "rejection": "seq_mean_k1",
+                "rejection_low": 0.5,
+                "rejection_high": 5.0,
+                "rejection_scope": "policy_loss",  # the denominator counts rejected tokens
+            },
+        ),
+        (
+            f"{CORRECTION}level token --actor.policy_loss_type gspo",
+            {"correction": None, "old_logp": "rollout"},
+        ),
+        (f"{CORRECTION}enable", {"correction": "token_tis", "correction_floor": 0.5}),
+    ],
+)
+def test_corrections_of_openrlhf_are_those_of_its_loss(arguments, expected):
+    needed = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8"
+    found = migrate("train_ppo_ray", f"{PPO} {needed} {arguments}")
+    assert {name: found.config.get(f"algorithm.{name}") for name in expected} == expected
+    assert check(found.config | {"reward.functions": ("math",)}, None, 1)[0] == []
+
+
+def test_a_gate_that_is_no_ratio_is_refused():
+    given = f"{CORRECTION}level seq {CORRECTION}gating binary_kl {CORRECTION}threshold 0.01"
+    found = refused(migrate("train_ppo_ray", f"{PPO} {given}"))
+    assert [name.partition("=")[0] for name in found] == ["algo.advantage.is_correction_gating"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        ("--actor.loss_agg_mode seq-mean-token-mean", "aggregation", "seq_mean_token_mean"),
+        ("--algo.kl.use_loss --algo.kl.unbiased_gradient", "kl", "k1+"),
+        ("--algo.dynamic_filtering_enable", "dynamic_sampling_range", (0.0, 1.0)),
+    ],
+)
+def test_settings_of_the_loss_keep_their_meaning(arguments, key, value):
+    assert migrate("train_ppo_ray", f"{PPO} {arguments}").config[f"algorithm.{key}"] == value
+
+
+def test_prompts_are_rendered_only_if_openrlhf_renders_them():
+    assert migrate("train_ppo_ray", PPO).config["data.rendered_prompts"] is True
+    given = migrate("train_ppo_ray", f"{PPO} --data.apply_chat_template")
+    assert "data.rendered_prompts" not in given.config
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("train_ppo_ray", "--actor.optim muon"),
+        ("train_ppo_ray", "--reward.stop_properly_penalty_coef 0.5"),
+        ("train_ppo_ray", "--algo.advantage.no_std_norm"),
+        ("train_dpo", "--model.nll_loss_coef 0.1"),
+        ("train_sft", "--model.pretrain_mode_enable"),
+    ],
+)
+def test_settings_that_change_the_numbers_and_are_not_here_are_refused(program, arguments):
+    data = "" if program == "train_ppo_ray" else "--data.dataset d.jsonl"
+    name = arguments.split()[0].lstrip("-")
+    found = refused(migrate(program, f"{PPO} {data} {arguments}"))
+    assert any(setting.startswith(name) for setting in found)

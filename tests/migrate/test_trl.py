@@ -52,10 +52,45 @@ def test_completions_of_all_devices_become_prompts():
         ("scale_rewards: none", "algorithm.norm_adv_by_std", False),
         ("use_vllm: true", "algorithm.correction", "seq_icepop"),
         ("use_peft: true\nlora_r: 4", "lora.rank", 4),
+        ("use_peft: true", "lora.target_modules", ("q_proj", "v_proj")),
+        ("router_aux_loss_coef: 0.01", "learner.router_aux_coef", 0.01),
     ],
 )
 def test_objectives_of_grpo_are_those_of_the_table(text, key, value):
     assert migrate("grpo", text + "\n").config[key] == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "dtype", "shuffle"),
+    [
+        ("grpo", "dtype: float32", None, None),  # of the weights; bf16 is on
+        ("sft", "bf16: false", "float32", True),
+        ("sft", "dtype: bfloat16\nshuffle_dataset: false", None, True),  # the sampler is random
+        ("sft", "train_sampling_strategy: sequential", None, False),
+        ("kto", "bf16: true", None, False),
+    ],
+)
+def test_the_dtype_is_that_of_computation_and_the_order_that_of_the_sampler(
+    kind, text, dtype, shuffle
+):
+    config = migrate(kind, text + "\n").config
+    assert config.get("model.dtype") == dtype and config.get("data.shuffle") == shuffle
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("grpo", "top_entropy_quantile: 0.2"),
+        ("rloo", "normalize_advantages: true"),
+        ("sft", "loss_type: dft"),
+        ("dpo", "ld_alpha: 0.5"),
+        ("reward", "center_rewards_coefficient: 0.01"),
+        ("sft", "fp16: true"),
+    ],
+)
+def test_settings_that_change_the_numbers_and_are_not_here_are_refused(kind, text):
+    (setting,) = refused(migrate(kind, text + "\n"))
+    assert setting == text.replace(": true", "=True").replace(": ", "=")
 
 
 def test_reward_functions_and_unknown_losses_are_refused():
@@ -96,6 +131,12 @@ def test_the_literal_arguments_of_a_script_are_read():
     assert (values["learning_rate"], values["num_generations"]) == (1e-5, 4)
     assert (values["lora_r"], values["use_peft"]) == (8, True)
     assert values["dataset_train_split"] == "train[:10%]"
+
+
+def test_adapters_of_a_script_have_the_defaults_of_peft():
+    settings, kind = script("args = SFTConfig(max_length=512)\npeft = LoraConfig(lora_alpha=4)\n")
+    config = trl.translate(settings.below(yaml_file(SHARED, {})), kind, {}).config
+    assert (config["lora.rank"], config["lora.alpha"]) == (8, 4)
 
 
 def test_a_script_that_reads_its_arguments_from_the_command_line_says_so():

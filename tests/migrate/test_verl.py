@@ -228,7 +228,7 @@ def test_the_examples_are_all_there_and_most_of_them_train_here():
     outcomes = [row[2] for row in EXAMPLES["scripts"].values()]
     assert len(outcomes) == 109 and sum(not refused for refused in outcomes) >= 70
     outcomes = [row[2] for row in RECIPES["scripts"].values()]
-    assert len(outcomes) == 117 and sum(not refused for refused in outcomes) >= 54
+    assert len(outcomes) == 117 and sum(not refused for refused in outcomes) >= 53
 
 
 def test_rollout_corrections_keep_their_names_and_invert_their_ratio():
@@ -300,7 +300,7 @@ def test_keys_without_a_counterpart_are_listed(capsys):
     assert (
         "no counterpart: trainer.logger=rl_insight: ['rl_insight'] left out: jaxrl has c" in listed
     )
-    assert "no counterpart: data.sampler.class_name=Mine: jaxrl has no key for it" in listed
+    assert "no counterpart: data.sampler.class_name=Mine: write the rows to a file" in listed
 
 
 @pytest.mark.parametrize(
@@ -312,6 +312,9 @@ def test_keys_without_a_counterpart_are_listed(capsys):
         (ACTOR + "optim.lr_scheduler_type", "wsd", "learner.lr_schedule"),
         (ROLLOUT + "multi_turn.enable", True, "env.name"),
         ("distillation.enabled", True, "algorithm.advantage"),
+        ("algorithm.use_pf_ppo", True, ""),
+        ("trainer.val_only", True, ""),
+        (ROLLOUT + "ignore_eos", True, ""),
         ("data.image_key", "images", ""),
     ],
 )
@@ -460,3 +463,30 @@ def test_distillation_from_one_teacher_is_translated():
     assert found.config["algorithm.advantage"] == "distill"
     assert found.config["algorithm.teacher"] == "me/teacher"
     assert check(found.config, None, 1)[0] == [] and not notes(found, REFUSED)
+
+
+def test_arguments_of_a_reward_function_become_its_options():
+    section = "custom_reward_function."
+    given = {section + "path": "mine.py", section + "reward_kwargs.scale": 2.0}
+    functions = migrate(NEEDED | given).config["reward.functions"]
+    assert functions == ("mine.py:compute_score?scale=2.0",)
+
+
+def test_another_divisor_of_the_sum_over_a_response_is_refused():
+    given = NEEDED | {ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm"}
+    assert not notes(migrate(given), REFUSED)
+    name = ACTOR + "loss_scale_factor"
+    assert list(notes(migrate(given | {name: 1000}), REFUSED)) == [name]
+    assert not notes(migrate(given | {name: 512}), REFUSED)  # data.max_response_length
+
+
+def test_what_the_critic_shares_with_the_policy_is_named_if_it_differs():
+    given = NEEDED | {"critic.grad_clip": 0.5, ACTOR + "grad_clip": 1.0}
+    assert "critic.grad_clip" in notes(migrate(given), "differs")
+    assert "critic.grad_clip" not in notes(migrate(given | {ACTOR + "grad_clip": 0.5}), "differs")
+
+
+def test_engines_of_verl_have_their_own_default_schedule():
+    given = NEEDED | {"algorithm.adv_estimator": "grpo"}
+    assert "learner.lr_schedule" not in migrate(given).config
+    assert migrate(given | {"model_engine": "veomni"}).config["learner.lr_schedule"] == "cosine"

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/rewards/call_runner.py and jaxrl/rewards/worker_messages.py: workers that fail."""
+"""Tests of jaxrl/rewards/call_runner.py and jaxrl/rewards/calls.py: workers that fail."""
 
 import contextlib
 import os
@@ -10,9 +10,8 @@ import time
 import pytest
 
 from jaxrl.config.keys import RewardConfig
+from jaxrl.rewards.calls import CallSignature, RewardResult, read_results, read_signatures
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rewards.signatures import CallSignature
-from jaxrl.rewards.worker_messages import RewardResult, read_results, read_signatures
 from jaxrl.subprocesses.channel import ProtocolError
 from tests.rewards.test_pool import is_alive, rollout, wait_until_gone
 

@@ -1,5 +1,4 @@
-"""Tests of jaxrl/trainer/metrics.py and the timers of jaxrl/trainer/core.py: seconds per phase,
-tokens per second and MFU."""
+"""Tests of the clock and the speed of jaxrl/trainer/core.py, and of the sampling entropy."""
 
 from types import SimpleNamespace
 
@@ -11,8 +10,9 @@ from jaxrl.data.packing import pack, sequence_lens
 from jaxrl.models.config import uniform_decoder
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.chips import CHIPS, chip_of
-from jaxrl.trainer import metrics
 from jaxrl.trainer.core import Clock, Core
+from jaxrl.trainer.phases.rewards import sampling_entropy
+from jaxrl.trainer.setup import opening
 from jaxrl.types import Prompt, Rollout, TrainState
 from tests.trainer.phases.test_mini_batches import config, samples_of
 
@@ -44,23 +44,25 @@ def test_a_nested_phase_is_not_counted_in_the_outer_phase_but_in_the_step(monkey
 def test_mfu_counts_all_devices_and_epochs(monkeypatch):
     c = config()
     c.learner.epochs = 2
-    params = SimpleNamespace(cfg=MODEL, embed=SimpleNamespace(dtype=np.dtype("float16")))
+    params = SimpleNamespace(cfg=MODEL)
     run = Core.__new__(Core)
     run.cfg = resolve(c)
     run.state = TrainState(params, None, np.int32(0))
     seconds = {"time/step_s": 4.0, "time/update_actor_s": 2.0}
     run.clock = Clock(cfg=run.cfg, total_steps=1, validates=False, seconds=seconds)
     h100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(metrics.jax, "devices", lambda: [h100] * 3)
-    monkeypatch.setattr(metrics.jax, "device_count", lambda: 3)
+    monkeypatch.setattr(opening.jax, "devices", lambda: [h100] * 3)
+    monkeypatch.setattr(opening.jax, "device_count", lambda: 3)
     micro = packed()[1]
-    got = metrics.speed_metrics(run, 120, micro)
+    run.peak_flops = opening.peak_flops(np.dtype("float16"))
+    got = run.speed_metrics(120, micro)
     assert got["perf/tokens_per_s"] == 30 and got["perf/tokens_per_s_per_device"] == 10
     lens = np.concatenate([sequence_lens(p.batch) for p in micro])
     done = 2 * 3 * forward_flops(MODEL, lens)
     assert got["perf/mfu_actor"] == pytest.approx(done / (3 * 989e12 * 2.0))
     h100.device_kind = "cpu"
-    assert "perf/mfu_actor" not in metrics.speed_metrics(run, 120, micro)
+    run.peak_flops = opening.peak_flops(np.dtype("float16"))
+    assert "perf/mfu_actor" not in run.speed_metrics(120, micro)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +81,4 @@ def test_the_sampling_entropy_is_over_all_tokens_that_the_policy_sampled():
     plain = Rollout(prompt, 0, tokens, logp, mask, tokens, "stop")
     filtered = Rollout(prompt, 1, tokens, logp, mask, tokens, "stop", behavior_logp=logp + 0.5)
     # (1 + 2 + 0.5 + 1.5) / 4
-    assert metrics.sampling_entropy([plain, filtered]) == 1.25
+    assert sampling_entropy([plain, filtered]) == 1.25

@@ -12,14 +12,13 @@ import pytest
 from jaxrl.config.keys import EnvConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.data.packing import gather, pack
+from jaxrl.data.packing import gather, pack, pack_samples
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.engine.api import EngineStats, Generated, RequestEngine
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.evaluate import evaluate, read
 from jaxrl.layout import Layout
-from jaxrl.learner.prefixes import pack_samples
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.rollout.loop import generate
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits

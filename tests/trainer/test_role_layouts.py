@@ -193,7 +193,7 @@ def test_a_reference_on_another_mesh_shares_the_base_of_the_adapters(
     tiny_config.lora.rank, tiny_config.learner.lr = 4, 0.05
     tiny_config.algorithm.kl_coef, tiny_config.algorithm.kl_in = 0.1, "loss"
     monkeypatch.setattr(
-        "jaxrl.trainer.setup.weights.load_params", lambda *_: pytest.fail("loaded a second base")
+        "jaxrl.trainer.setup.opening.load_params", lambda *_: pytest.fail("loaded a second base")
     )
     theirs = steps(tiny_config)
     tiny_config.run_dir = str(tmp_path / "own")

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/trainer/setup/folder.py: the run folder is created, locked and not damaged."""
+"""Tests of jaxrl/trainer/setup/session.py: the run folder is created, locked and not damaged."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from jaxrl.sft import train as train_sft
 from jaxrl.tracking.json_lines import read_lines
 from jaxrl.tracking.progress import Progress
 from jaxrl.train import train
-from jaxrl.trainer.setup.folder import make_folder, open_folder, record_start, with_today
+from jaxrl.trainer.setup.session import make_folder, open_folder, record_start, with_today
 from tests.checkpoint.test_faults import tmpfs
 from tests.trainer.offline.test_offline import offline
 from tests.trainer.test_train import finish_process, start_process, wait_for_step

@@ -12,7 +12,7 @@ from jaxrl.rollout.loop import generate
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.tool_calls.calls import MalformedCall, ToolCall
 from jaxrl.tool_calls.formats import tool_format
-from jaxrl.trainer.metrics import episode_means
+from jaxrl.trainer.phases.rewards import episode_means
 from jaxrl.trainer.setup.engines import episode_tool_format
 from jaxrl.types import Prompt, Reward, ScoredRollout
 from tests.trainer.test_multi_turn import EOS, Scripted, ids

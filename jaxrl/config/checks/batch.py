@@ -1,16 +1,34 @@
 """Rules between mini-batches, token budgets, row lengths and sequence lengths."""
 
+from jaxrl.config.choices import ONE_RANGE
 from jaxrl.config.keys import LearnerConfig, RunConfig
 
 
 def batch_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
     errors = _mini_batch_errors(run) + _length_errors(run, run.learner, "learner")
+    errors += _prefix_lines(run, "on", "set shared_prefixes to 'auto' or 'off'")
     if run.critic.token_budget:
         errors += _length_errors(run, run.critic_run.learner, "critic")
     if run.reward_model.token_budget:
         errors += reward_model_length_errors(run)
     return errors
+
+
+def batch_warnings(run: RunConfig) -> list[str]:
+    """Common prefixes that are computed for every sequence, though the config asks for sharing."""
+    return _prefix_lines(run, "auto", "prefixes are not shared; set shared_prefixes='off'")
+
+
+def _prefix_lines(run: RunConfig, wanted: str, remedy: str) -> list[str]:
+    """A line if shared_prefixes is `wanted`, but not supported by the named attention kernel."""
+    kernel = run.model.attention
+    if run.learner.shared_prefixes != wanted or kernel not in ONE_RANGE:
+        return []
+    return [
+        f"learner.shared_prefixes={wanted!r}, but a query of the attention kernel {kernel!r} "
+        f"sees one range of keys; {remedy}, or model.attention='auto'"
+    ]
 
 
 def reward_model_length_errors(run: RunConfig) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from jaxrl.config.choices import OPTIMIZERS, OPTIMIZERS_WITH_MOMENTS
 from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.config.keys.optimizer import OPTIMIZER_OPTIONS, OptimizerOptions
-from jaxrl.config.options import read_options
+from jaxrl.config.plugins import read_options
 from jaxrl.config.schema import did_you_mean, is_import_path
 
 

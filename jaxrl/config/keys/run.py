@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from jaxrl.config.choices import BEST_MODES, LOGGERS
+from jaxrl.config.choices import BEST_MODES, LOGGERS, ONE_RANGE
 from jaxrl.config.keys.algorithm import AlgorithmConfig
 from jaxrl.config.keys.data import DataConfig, EnvConfig, RewardConfig, RewardModelConfig
 from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig, ScoringConfig
@@ -109,6 +109,11 @@ class RunConfig:
     def updates_per_step(self) -> int:
         """Optimizer steps of one training step."""
         return self.data.prompts_per_step // self.mini_batch_prompts * self.learner.epochs
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the common tokens of sequences are computed once (learner.shared_prefixes)."""
+        return self.learner.shared_prefixes != "off" and self.model.attention not in ONE_RANGE
 
     @property
     def has_critic(self) -> bool:

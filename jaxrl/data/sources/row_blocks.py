@@ -11,10 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrl.data.sources.columns import map_columns
+from jaxrl.data.sources.columns import read_columns
 from jaxrl.data.sources.files import find_files, named_errors, open_arrow, parse_line
 from jaxrl.data.sources.rows import SourceRow
-from jaxrl.data.sources.structures import parse_structures
 from jaxrl.data.sources.tasks import PREFIXES, make_questions, question_row
 
 _LINES = 1024  # of JSONL in a block
@@ -58,7 +57,7 @@ class LazyRow:
             row = parse_line(_text(row, place), place)
         is_task = self.block.file.startswith(PREFIXES)
         if not is_task:
-            row = parse_structures(map_columns(row, columns, place), place)
+            row = read_columns(row, columns, place)
         return SourceRow(self.block.source, self.block.first + self.index, place, row)
 
 

@@ -5,9 +5,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl.data.sources.columns import map_columns
+from jaxrl.data.sources.columns import read_columns
 from jaxrl.data.sources.files import read_rows
-from jaxrl.data.sources.structures import parse_structures
 from jaxrl.data.sources.tasks import PREFIXES, make_questions, question_row
 
 
@@ -38,4 +37,4 @@ def _rows(source: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, 
             yield f"{source}:{number}", question_row(q)
         return
     for place, row in read_rows(source):
-        yield place, parse_structures(map_columns(row, columns, place), place)
+        yield place, read_columns(row, columns, place)

@@ -118,20 +118,24 @@ class ModelRunner:
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
-        padding = (0, self._n_pages())
-        rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
-        pairs = np.array([row or padding for row in rows], np.int32).T
-        with self._call("copy", COPIES_PER_CALL):
-            cache = self.allocated_cache()
-            self.cache = programs.copy_pages(cache, *pairs, **self._static["copy_pages"])
+        self._copy("copy_pages", copies, padding=(0, self._n_pages()))
 
     def copy_states(self, copies: list[list[StateCopy]]) -> None:
         """Copies up to COPIES_PER_CALL states of each replica."""
+        self._copy("copy_states", copies, padding=(0, 0))
+
+    def _copy(
+        self,
+        kind: str,
+        copies: list[list[PageCopy]] | list[list[StateCopy]],
+        *,
+        padding: tuple[int, int],
+    ) -> None:
         rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
-        pairs = np.array([row or (0, 0) for row in rows], np.int32).T
-        with self._call("copy_states", COPIES_PER_CALL):
+        pairs = np.array([row or padding for row in rows], np.int32).T
+        with self._call(kind, COPIES_PER_CALL):
             cache = self.allocated_cache()
-            self.cache = programs.copy_states(cache, *pairs, **self._static["copy_states"])
+            self.cache = getattr(programs, kind)(cache, *pairs, **self._static[kind])
 
     def decode(
         self,
@@ -171,7 +175,7 @@ class ModelRunner:
         prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
         mixed = [Dispatch("mixed", shapes.prefill_buckets[-1], v) for v in variants if shapes.mixed]
         decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
-        kinds = ("copy_pages", "copy_states") if shapes.states else ("copy_pages",)
+        kinds = COPIES if shapes.states else COPIES[:1]
         copies = [Dispatch(kind, COPIES_PER_CALL) for kind in kinds]
         return [*prefill, *mixed, *copies, *decode]
 

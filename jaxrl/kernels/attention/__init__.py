@@ -29,8 +29,6 @@ DEFAULTS = {
     "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
 }
 
-ONE_RANGE = ("cudnn",)  # a query sees one range of keys, so segments share no prefixes
-
 
 def attention(
     q: Float[Array, "B T N H"],

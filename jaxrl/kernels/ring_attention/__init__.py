@@ -34,7 +34,7 @@ def ring_attention(
     visibility: Visibility | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """`attention` on rows sharded over `rules.time` in zig-zag order (sharding/order.py).
+    """`attention` on rows sharded over `rules.time` in zig-zag order (sharding/rules.py).
 
     Ring attention, https://arxiv.org/abs/2310.01889: in n steps the keys and values of every device
     visit all others. Causality, segments, windows and `visibility` follow the order of the row.

@@ -1,6 +1,6 @@
 """Shared parts of the ring kernels: the devices of a row, their chunks, and the keys that travel.
 
-A ring has r places. The tokens of a row are in zig-zag order (sharding/order.py): place p has chunk
+A ring has r places. The tokens of a row are in zig-zag order (sharding/rules.py): place p has chunk
 p of the first half of the row and chunk 2r - 1 - p, of c tokens each, and so do the travelling
 keys. With `rules.ulysses` = u > 1, u neighbours form a place: they exchange tokens for heads before
 attention and back after it, so that each has all 2c tokens of the place and 1/u of the heads

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl.config.options import options
-from jaxrl.config.plugins import load_plugin
+from jaxrl.config.plugins import load_plugin, options
 from jaxrl.config.schema import did_you_mean
 from jaxrl.config.user_code import user_frames
 from jaxrl.models.spec import map_specs

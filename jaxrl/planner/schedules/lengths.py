@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.options import options
+from jaxrl.config.plugins import options
 
 N_STEPS = 8  # of groups, which repeat afterwards
 OPTIONS = {"mean": 0.0, "limit": 0.0, "sigma": 1.0, "between": 0.5}

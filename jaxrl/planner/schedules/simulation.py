@@ -14,9 +14,8 @@ import numpy as np
 from jaxrl.config.keys import ScheduleConfig
 from jaxrl.engine.api import Request
 from jaxrl.planner.schedules.engine import SimulatedEngine
-from jaxrl.rollout.loop import RolloutLoop
+from jaxrl.rollout.loop import RolloutLoop, SingleTurnRunner
 from jaxrl.rollout.schedule.buffer import GroupBuffer, PromptGroup
-from jaxrl.rollout.single_turn import SingleTurnRunner
 from jaxrl.types import Prompt
 
 

@@ -9,7 +9,7 @@ from jaxrl.data.chat.row_messages import tools_of
 from jaxrl.http.errors import RequestError
 from jaxrl.http.openai import read_messages, read_object, read_stop, response_head, usage
 from jaxrl.json_text import Json, Message, json_size
-from jaxrl.rewards.worker_messages import is_score
+from jaxrl.rewards.calls import is_score
 
 MODEL = "policy"  # the name in responses; requests may name any model
 MAX_VALUES = 1 << 20  # JSON values of a body

@@ -52,7 +52,7 @@ class RolloutWorker:
         settings: bytes,
         distributed: DistributedConfig | None = None,
     ) -> Registration:
-        """Builds the engine of the pickled Settings, if this process has the `expected` versions.
+        """Builds the engine of pickled WorkerSettings, if this process has the `expected` versions.
 
         With `distributed`, it first joins the other processes of its worker. Raises ValueError if
         they cannot be reached, or if the devices do not fit the engine.

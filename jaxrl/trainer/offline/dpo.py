@@ -16,15 +16,15 @@ from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.preferences import Labelled, Pair, pair_maker
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun, logps
+from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun
 from jaxrl.trainer.offline.unpaired import (
     as_labelled,
     labelled_metrics,
     labelled_samples,
+    log_ratios,
     measure_labelled,
     with_prompts,
 )
-from jaxrl.trainer.phases.experience import policy_logps, reference_logps
 from jaxrl.types import Demonstration, TrainingSample
 
 
@@ -70,10 +70,7 @@ def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarra
     cfg, completions = run.core.cfg.preference, completions_of(pairs)
     if cfg.loss == "kto":
         completions += mismatched(pairs, run.core.cfg.data.max_len)
-    policy = logps(run.core, completions, policy_logps)
-    reference = logps(run.core, completions, reference_logps)
-    sums = np.array([(a - b).sum() for a, b in zip(policy, reference, strict=True)], np.float32)
-    ratio = sums / divisors(completions, cfg)
+    ratio = log_ratios(run, completions) / divisors(completions, cfg)
     chosen, rejected, mismatch = np.split(ratio, [len(pairs), 2 * len(pairs)])
     kl = max(float(mismatch.mean()), 0.0) if len(mismatch) else 0.0
     return pair_loss(cfg, kl), chosen, rejected

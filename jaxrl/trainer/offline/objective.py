@@ -1,4 +1,4 @@
-"""Offline training on a fixed dataset, without sampling and rewards, for any `Objective`."""
+"""Offline training on a fixed dataset, without sampling and rewards, for any `OfflineObjective`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,10 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.packing import gather, padding_fraction, shared_fraction
-from jaxrl.learner.prefixes import pack_samples
+from jaxrl.data.packing import gather, pack_samples, padding_fraction, shared_fraction
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.first_samples import show_first_samples
-from jaxrl.trainer.metrics import speed_metrics
 from jaxrl.trainer.phases.mini_batches import MiniBatch
 from jaxrl.trainer.phases.update import update
 from jaxrl.types import Batch, Demonstration, TrainingSample
@@ -98,8 +96,7 @@ def train_step(run: OfflineRun) -> None:
             n_tokens += sum(len(s.prompt_tokens) + len(s.tokens) for s in samples)
     metrics = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
     metrics["perf/n_updates"] = float(len(found))
-    metrics |= speed_metrics(core, n_tokens, trained)
-    core.end_step(metrics)
+    core.end_step(metrics, n_tokens=n_tokens, trained=trained)
 
 
 def validate(run: OfflineRun) -> None:

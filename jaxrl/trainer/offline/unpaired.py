@@ -62,8 +62,7 @@ def measure_labelled(run: OfflineRun, items: Sequence[Labelled]) -> Measured:
         completions, [*completions[1:], *completions[:1]], run.core.cfg.data.max_len
     )
     scored = [*completions, *(others if n > 1 else [])]
-    policy, reference = (logps(run.core, scored, f) for f in (policy_logps, reference_logps))
-    ratio = np.array([(a - b).sum() for a, b in zip(policy, reference, strict=True)], np.float32)
+    ratio = log_ratios(run, scored)
     kl = max(float(ratio[n:].mean()), 0.0) if n > 1 else 0.0
 
     def loss(ratio: Array) -> Array:
@@ -77,6 +76,12 @@ def measure_labelled(run: OfflineRun, items: Sequence[Labelled]) -> Measured:
         )
 
     return Measured(ratio[:n], desirable, kl, cfg.beta, loss)
+
+
+def log_ratios(run: OfflineRun, completions: Sequence[Demonstration]) -> np.ndarray:
+    """float32 [N]: log π / π_ref of each completion, summed over its tokens."""
+    policy, reference = (logps(run.core, completions, f) for f in (policy_logps, reference_logps))
+    return np.array([(a - b).sum() for a, b in zip(policy, reference, strict=True)], np.float32)
 
 
 def labelled_metrics(measured: Measured) -> dict[str, float]:

@@ -8,12 +8,10 @@ import numpy as np
 import rich
 from rich.text import Text
 
-from jaxrl.data.packing import gather
+from jaxrl.data.packing import gather, pack_samples
 from jaxrl.learner.critic import ValueScorer
-from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.trainer.core import Core
-from jaxrl.trainer.metrics import reward_metrics
 from jaxrl.trainer.phases.mini_batches import (
     MiniBatch,
     Score,
@@ -24,6 +22,7 @@ from jaxrl.trainer.phases.mini_batches import (
 from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
+    reward_metrics,
     scale_metrics,
     scaled_rewards,
     turn_rewards,

@@ -16,8 +16,14 @@ from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.data.packing import Packed, gather, padding_fraction, response_field, shared_fraction
-from jaxrl.learner.prefixes import pack_samples
+from jaxrl.data.packing import (
+    Packed,
+    gather,
+    pack_samples,
+    padding_fraction,
+    response_field,
+    shared_fraction,
+)
 from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.phases.advantage import add_advantages
 from jaxrl.types import Batch, Rollout, TrainingSample
@@ -118,8 +124,7 @@ def split_mini_batches(
     Every mini-batch has the groups of as many prompts. Groups may be smaller than `rollout.n` or
     missing; a mini-batch without samples is left out.
     """
-    size = cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step
-    mini_batches = []
+    mini_batches, size = [], cfg.mini_batch_prompts
     for index, members in itertools.groupby(samples, key=lambda s: s.group // size):
         mini = drop_overlong(list(members), cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, index]))

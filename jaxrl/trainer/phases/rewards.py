@@ -1,9 +1,11 @@
-"""Rewards of a step: failed ones, and shaping: flat groups, overlong penalty, scale, clipping."""
+"""Rewards of a step: shaping, failed ones, their metrics, and the records of samples.jsonl."""
 
+import collections
 import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import rich
@@ -14,7 +16,7 @@ from jaxrl.algorithms.reward_shaping import soft_overlong
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
 from jaxrl.tracking.samples import printable
-from jaxrl.types import Reward, ScoredRollout
+from jaxrl.types import Reward, Rollout, ScoredRollout
 from sharding import hosts
 
 MAX_WARNINGS = 10  # kinds of errors
@@ -240,3 +242,84 @@ def kind_of(error: str) -> str:
 
 def failures(errors: Sequence[str], n: int) -> str:
     return f"the rewards of {len(errors)} of {n} responses failed"
+
+
+def reward_metrics(rollouts: Sequence[ScoredRollout], cfg: RewardConfig) -> dict[str, float]:
+    """reward/*, env/* and the lengths of the rollouts of a step.
+
+    Means and deviations of rewards are over valid rewards; absent if there are none.
+    """
+    valid = valid_samples(rollouts, cfg)
+    sampled, means = [s for r in rollouts for s in r.rollout.sequences], {}
+    if valid:
+        rewards = np.array([r.reward.value for r in valid])
+        means = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    return means | {
+        "reward/errors": float(sum(bool(r.error) for r in rollouts)),
+        **{f"reward/{name}": mean for name, mean in part_means(valid).items()},
+        **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
+        "rollout/entropy": sampling_entropy(sampled),
+        "rollout/response_len": float(np.mean([len(r.tokens) for r in sampled])),
+        "rollout/prompt_len": float(np.mean([len(r.prompt.tokens) for r in sampled])),
+        "rollout/truncated_fraction": float(np.mean([r.finish == "length" for r in sampled])),
+    }
+
+
+def sampling_entropy(rollouts: Sequence[Rollout]) -> float:
+    """Mean of -log p of the sampled tokens, an unbiased estimate of the sampling entropy, nats."""
+    logps = [r.logp if r.behavior_logp is None else r.behavior_logp for r in rollouts]
+    n_tokens = max(sum(r.n_loss_tokens for r in rollouts), 1)
+    pairs = zip(logps, rollouts, strict=True)
+    return -float(sum(logp[r.loss_mask].sum(dtype=np.float64) for logp, r in pairs) / n_tokens)
+
+
+def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Mean of each part of the rewards, over the rollouts whose reward has that part."""
+    parts = collections.defaultdict(list)
+    for r in rollouts:
+        for name, value in r.reward.parts.items():
+            parts[name].append(value)
+    return {name: float(np.mean(values)) for name, values in parts.items()}
+
+
+def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Metrics of episodes; {} for rollouts without an environment.
+
+    turns: mean number of turns. own_fraction: fraction of the response tokens that the model
+    sampled. failures: number of failed environments. Other keys: means of the counts that the
+    environment reports.
+    """
+    sampled = [r.rollout for r in rollouts]
+    episodes = [r.episode for r in sampled if r.episode is not None]
+    if not episodes:
+        return {}
+    names = sorted({name for e in episodes for name in e.counts})
+    counts = {name: float(np.mean([e.counts.get(name, 0.0) for e in episodes])) for name in names}
+    sequences = [s for r in sampled for s in r.sequences]
+    n_tokens = sum(len(s.tokens) for s in sequences)
+    return counts | {
+        "turns": float(np.mean([e.n_turns for e in episodes])),
+        "own_fraction": sum(s.n_loss_tokens for s in sequences) / max(n_tokens, 1),
+        "failures": float(sum(bool(e.error) for e in episodes)),
+    }
+
+
+def sample_records(rollouts: Sequence[ScoredRollout], *, kind: str) -> list[dict[str, Any]]:
+    """JSON-serializable records for samples.jsonl and the report, one per rollout."""
+    return [_sample_record(r, kind) for r in rollouts]
+
+
+def _sample_record(scored: ScoredRollout, kind: str) -> dict[str, Any]:
+    rollout, prompt = scored.rollout, scored.rollout.prompt
+    return {
+        "kind": kind,
+        "prompt_id": prompt.id,
+        "sample": rollout.sample,
+        "source": prompt.source,
+        "prompt": (rollout.prompt_messages or prompt.messages)[-1]["content"],
+        "completion": rollout.text,
+        "answer": prompt.answer_text,
+        "reward": scored.reward.value,
+        "finish": rollout.finish,
+        "error": scored.error,
+    }

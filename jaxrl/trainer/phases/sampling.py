@@ -13,10 +13,10 @@ from jaxrl.learner.reward_model import RewardModel
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Core, Run
-from jaxrl.trainer.metrics import sample_records
 from jaxrl.trainer.phases.rewards import (
     Group,
     add_overlong_penalty,
+    sample_records,
     solved_prompts,
     split_flat,
     split_groups,

@@ -70,7 +70,7 @@ class EngineThread:
         on_mesh: Callable[[], contextlib.AbstractContextManager],
     ):
         """`on_mesh` sets the mesh of the engine, which is a setting of a thread."""
-        self.generator, self._lag, self._on_mesh = generator, lag, on_mesh
+        self.generator, self._on_mesh = generator, on_mesh
         self._last: collections.deque[GeneratedBatch] = collections.deque(maxlen=lag)
         self._changed = threading.Condition()  # guards what follows
         self._orders: collections.deque[BatchOrder] = collections.deque()

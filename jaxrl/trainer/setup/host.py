@@ -8,20 +8,26 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.items import ItemMaker
-from jaxrl.data.iterator import Batches
+from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.items import ItemMaker, load_items, load_sources
+from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems
+from jaxrl.data.mixing import MixedIterator, most_per_step, shares
+from jaxrl.data.prompts import prompt_maker
+from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.models.config import DecoderConfig
+from jaxrl.rewards.functions import need_answer
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.endpoint import AgentEndpoint
 from jaxrl.rollout.agents.runner import Agents
 from jaxrl.runtime.multihost import check_same_data, check_same_order
-from jaxrl.trainer.setup.data import load_val, make_iterator, make_prompt_maker
 from jaxrl.trainer.setup.models import Models, open_models
 from jaxrl.trainer.setup.session import Session
-from jaxrl.trainer.setup.truths import report_truths
+from jaxrl.trainer.setup.truths import report_truths, with_checked_truths
 from jaxrl.types import Prompt
 from sharding import hosts
 
@@ -111,3 +117,82 @@ def check_items(session: Session, iterator: Batches, val: Sequence) -> None:
     session.progress.status(f"data: {n_train} training items, {len(val)} for validation")
     check_same_data(iterator.items, val)
     check_same_order(iterator.state())
+
+
+def make_prompt_maker(cfg: RunConfig, renderer: ChatRenderer) -> ItemMaker[Prompt]:
+    """Makes prompts with the answers that the reward functions need and can match."""
+    answer_for = ", ".join(need_answer(cfg.reward.functions))
+    maker = prompt_maker(renderer, cfg.data, answer_for=answer_for)
+    return with_checked_truths(maker, cfg.reward.functions)
+
+
+def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:
+    """The validation items; none without data.val."""
+    data = cfg.data
+    return load_items(data.val, maker, max_rows=data.val_max_samples) if data.val else []
+
+
+def make_iterator[T](cfg: RunConfig, maker: ItemMaker[T]) -> Batches[T]:
+    """The iterator over batches of data.train, with the order and the shares that the config sets.
+
+    Raises the errors of the sources and of the maker.
+    """
+    data, size = cfg.data, cfg.data.prompts_per_step
+    skip = data.skip_solved > 0
+    if not data.weights and not data.streaming:
+        items = load_items(data.train, maker)
+        return BatchIterator(
+            items, prompts_per_step=size, shuffle=data.shuffle, seed=cfg.seed, skip_solved=skip
+        )
+    groups = [(source,) for source in data.train] if data.weights else [data.train]
+    streams = stream_sources(cfg, maker, groups) if data.streaming else keep_sources(cfg, maker)
+    identity = {"shuffle": data.shuffle, "seed": cfg.seed, "n_prompts": [len(s) for s in streams]}
+    return MixedIterator(
+        streams,
+        prompts_per_step=size,
+        weights=data.weights or (1.0,),
+        final_weights=data.final_weights,
+        ramp=data.weights_ramp,
+        skip_solved=skip,
+        identity=identity,
+    )
+
+
+def keep_sources[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[EndlessItems[T]]:
+    """The sources of data.train in memory, each with its own order."""
+    data = cfg.data
+    first = shares(data.weights)
+    last = shares(data.final_weights) if data.final_weights else first
+    return [
+        EndlessItems(
+            items,
+            shuffle=data.shuffle,
+            seed=source_seed(cfg.seed, i),
+            min_left=most_per_step(data.prompts_per_step, max(first[i], last[i]), len(first)),
+        )
+        for i, items in enumerate(load_sources(data.train, maker))
+    ]
+
+
+def stream_sources[T](
+    cfg: RunConfig, maker: ItemMaker[T], groups: Sequence[Sequence[str]]
+) -> list[ItemStream[T]]:
+    """One stream for each group of sources."""
+    streams: list[ItemStream[T]] = []
+    for i, sources in enumerate(groups):
+        streams.append(
+            ItemStream(
+                sources,
+                maker,
+                first=sum(map(len, streams)),
+                shuffle=cfg.data.shuffle,
+                buffer=cfg.data.shuffle_buffer,
+                seed=source_seed(cfg.seed, i),
+            )
+        )
+    return streams
+
+
+def source_seed(seed: int, source: int) -> int:
+    """The seed of the order of a source, so that equally long sources have different orders."""
+    return int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) >> 1

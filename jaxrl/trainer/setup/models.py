@@ -1,15 +1,17 @@
 """Resolves the model folders of a run and checks that all models use the policy's tokenizer."""
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.checkpoint.checkpointer import complete_steps
-from jaxrl.config.keys import RunConfig
+from jaxrl.config.keys import RunConfig, SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.template import prints_date
-from jaxrl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from jaxrl.data.tokenizer import check_same_tokenizer, check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
@@ -23,8 +25,9 @@ from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import adapters
 from jaxrl.tracking.progress import Progress
-from jaxrl.trainer.setup.data import make_renderer
 from sharding import hosts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,41 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
         check_adapters(cfg, folders, decoder)
     return Models(folders, decoder, renderer)
+
+
+def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
+    """The policy's tokenizer with the chat template of the config."""
+    tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
+    check_tokenizer(tokenizer, decoder.V)
+    data = cfg.data
+    renderer = ChatRenderer(
+        tokenizer,
+        template=data.chat_template,
+        system_prompt=data.system_prompt,
+        arguments=data.template_kwargs,
+        today=data.date,
+        special_tokens=data.special_tokens,
+    )
+    if data.chat_template:  # a checkpoint's own template belongs to its tokenizer
+        warn_of_endless_turns(renderer, stop_ids(folder, tokenizer), cfg.rollout.sampling)
+    return renderer
+
+
+def warn_of_endless_turns(
+    renderer: ChatRenderer, stop: Sequence[int], sampling: SamplingConfig
+) -> None:
+    """Warns if the template ends a turn with nothing that stops generation."""
+    end = renderer.turn_end()
+    tokens = renderer.tokenizer(end, add_special_tokens=False)["input_ids"]
+    stops = {*stop, *sampling.stop_token_ids}
+    if not stops.intersection(tokens) and not any(text in end for text in sampling.stop):
+        logger.warning(
+            "data.chat_template ends an assistant turn with %r, which has no stop token (%s), so a "
+            "model that follows it never stops; add its token to rollout.sampling.stop_token_ids, "
+            "or set another template",
+            end[:40],
+            ", ".join(map(repr, renderer.tokenizer.convert_ids_to_tokens(sorted(stops)))),
+        )
 
 
 def resolve_optional(key: str, path: str) -> Path | None:

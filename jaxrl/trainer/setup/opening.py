@@ -13,6 +13,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.content import check_content, content
@@ -21,9 +24,13 @@ from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.requirements import needs_ref, shares_base
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner, make_learner
+from jaxrl.learner.state import checkpoint_state, init_state
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.files.kept_record import write_record
+from jaxrl.models.lora import with_base
+from jaxrl.planner.chips import chip_of
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
@@ -50,13 +57,11 @@ from jaxrl.trainer.setup.engines import (
     open_engines,
     with_idle_policy,
 )
-from jaxrl.trainer.setup.folder import record_start
 from jaxrl.trainer.setup.host import HostSide, open_evaluation_host, open_host, open_offline_host
-from jaxrl.trainer.setup.session import open_session
+from jaxrl.trainer.setup.session import open_session, record_start
 from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
-from jaxrl.trainer.setup.weights import load_reference, load_state
-from jaxrl.types import Prompt
-from sharding import hosts
+from jaxrl.types import Prompt, TrainState
+from sharding import hosts, to_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,11 +267,78 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         reference=reference,
         coefs=Coefficients(**saved["coefs"]) if saved else initial_coefficients(cfg),
         reward_scale=RewardScale(**saved.get("reward_scale", {})),
+        peak_flops=peak_flops(devices.policy.dtype),
         position=iterator.state(),
         in_flight=(lambda: saved["in_flight"]) if "in_flight" in saved else None,
     )
     check_disk(core)
     return core
+
+
+def peak_flops(dtype: jnp.dtype) -> float | None:
+    """The peak FLOP/s of all devices at weights of this dtype; None if it is unknown."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    if chip is None:
+        return None
+    return jax.device_count() * chip.rate("bf16" if dtype.itemsize == 2 else "f32")
+
+
+def load_state(
+    host: HostSide, policy: Policy, learner: Learner, checkpoints: Checkpointer
+) -> tuple[TrainState, dict]:
+    """(state, host values) of the newest checkpoint, or (initial state, {}) without a checkpoint.
+
+    Also loads or restores the state of a separate critic, in place.
+    """
+    cfg, models = host.session.cfg, host.models
+    rules, critic = learner.rules, learner.critic
+    step, offload = hosts.broadcast(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
+    if step is None:
+        if cfg.resume:
+            raise ValueError(
+                f"there is no checkpoint in {cfg.run_path}/checkpoints to resume from; "
+                "set config.run_dir to the folder of the run, or leave out config.resume"
+            )
+        params = load_with_adapters(
+            models.folders.policy,
+            rules,
+            policy.decoder,
+            policy.dtype,
+            seed=cfg.seed,
+            adapter=cfg.lora.path,
+        )
+        if critic is not None:
+            critic.load(offload=offload)
+        return init_state(params, learner.optimizer, offload=offload), {}
+    host.session.progress.status(f"resuming after step {step}")
+    abstract, mesh = learner.abstract, jax.sharding.get_mesh()
+    if cfg.algorithm.ref_refresh_every:
+        ref = learner.ref_scorer.layout.abstract_weights(policy.decoder, mesh)
+        offload_ref = "reference" in cfg.learner.offload
+        abstract = dataclasses.replace(abstract, ref=to_host(ref) if offload_ref else ref)
+    abstract = checkpoint_state(abstract)
+    if critic is not None:
+        abstract = dataclasses.replace(abstract, critic=checkpoint_state(critic.state))
+    saved, values = checkpoints.restore(abstract, step)
+    if critic is not None:
+        critic.restore(saved.critic)
+    params = saved.params
+    if policy.decoder.lora is not None:
+        base = load_params(models.folders.policy, rules, policy.decoder, policy.dtype)
+        params = with_base(params, base)
+    return dataclasses.replace(saved, params=params, critic=None), values
+
+
+def load_reference(host: HostSide, learner: Learner, state: TrainState, step: int) -> Decoder:
+    """The frozen reference model: the policy of step 0, or a teacher."""
+    cfg, folder = host.session.cfg, host.models.folders.reference
+    layout = learner.ref_scorer.layout
+    if step == 0 and layout.resharding is None and not cfg.algorithm.teacher:
+        ref = layout.copy(state.params)
+    else:
+        with layout.on_mesh():
+            ref = load_params(folder, layout.rules, learner.ref_decoder, layout.dtype)
+    return to_host(ref) if "reference" in cfg.learner.offload else ref
 
 
 def train_offline(cfg: RunConfig, objective: OfflineObjective) -> bool:

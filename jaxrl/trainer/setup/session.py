@@ -1,7 +1,13 @@
-"""Stage one of opening a run: the process group, the lock of its folder, and progress output."""
+"""Stage one of opening a run: the process group, the run folder and its lock, progress output."""
 
 import contextlib
 import dataclasses
+import datetime
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -9,15 +15,19 @@ import jax
 
 from jaxrl.algorithms.user_rows import check_user_rows
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.saved import blocking_differences, from_json, to_json
 from jaxrl.runtime.compilation import CompileWatch
-from jaxrl.runtime.folder_lock import FolderLock
+from jaxrl.runtime.folder_lock import FolderLock, lock_folder
 from jaxrl.runtime.multihost import join
 from jaxrl.runtime.ray_cluster import connect, import_ray
 from jaxrl.runtime.signals import StopFlag
+from jaxrl.runtime.versions import commit, versions
+from jaxrl.tracking.json_lines import JsonLines
 from jaxrl.tracking.loggers import check_loggers
 from jaxrl.tracking.progress import Progress
-from jaxrl.trainer.setup.folder import hold_folder, open_folder
 from sharding import hosts
+
+NEVER = sys.maxsize  # a step after all steps: every line is kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,3 +114,108 @@ def connect_to_workers(cfg: RunConfig) -> ModuleType | None:
             "unset it, with which a run of one process starts a cluster on this host"
         ) from error
     return ray
+
+
+@contextlib.contextmanager
+def hold_folder(cfg: RunConfig, progress: Progress) -> Iterator[FolderLock | None]:
+    """Creates cfg.run_path and holds its lock for the block. Only the main process locks.
+
+    All processes raise ValueError if the folder cannot be created or another run holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        lock = None
+        with hosts.raise_together():
+            if hosts.is_main_process():
+                make_folder(cfg.run_path)
+                lock = stack.enter_context(lock_folder(cfg.run_path, progress))
+        yield lock
+
+
+def make_folder(folder: Path) -> None:
+    """Creates the folder. Raises ValueError if that is not possible, or if files in it are links.
+
+    A run would write through a link to the file that it names.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (folder, *folder.parents) if path.exists())
+        raise ValueError(
+            f"config.run_dir is {folder}, but {file} is a file; set config.run_dir to a folder"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be created: {error.strerror}; set config.run_dir to a "
+            "folder you can write to"
+        ) from error
+    if links := sorted(path.name for path in folder.iterdir() if _is_link_to_file(path)):
+        raise ValueError(
+            f"the run folder {folder} has links: {', '.join(links)}; a run would write to files "
+            "elsewhere. Remove them, or set config.run_dir to another folder"
+        )
+
+
+def _is_link_to_file(path: Path) -> bool:
+    """Whether a path is a link to a file or to nothing. Folders may be links."""
+    return path.is_symlink() and not path.is_dir()
+
+
+def open_folder(cfg: RunConfig) -> RunConfig:
+    """Writes config.json into the run folder. Returns the config with data.today set.
+
+    If the key is not set, it is the date of the run's first start. Other processes check that the
+    file exists, and read the date from it.
+
+    Raises ValueError if the folder has checkpoints of a run whose results this config would change.
+    """
+    path = cfg.run_path / "config.json"
+    if not hosts.is_main_process():
+        if not path.is_file():
+            raise ValueError(
+                f"the run folder {cfg.run_path.absolute()} of process 0 does not exist on this "
+                "host; set config.run_dir to a folder on a disk that all hosts share"
+            )
+        return with_today(cfg, from_json(path.read_text()).data.today)
+    if not any(cfg.run_path.glob("checkpoints/[0-9]*")) or not path.is_file():
+        cfg = with_today(cfg, datetime.date.today().isoformat())
+    else:
+        old = from_json(path.read_text())
+        cfg = with_today(cfg, old.data.today)
+        if changes := blocking_differences(old, cfg):
+            raise ValueError(
+                f"{cfg.run_path} holds the checkpoints of another run; this one would change "
+                f"{'; '.join(changes)}. Set config.run_dir to another folder, or "
+                "undo the changes to resume"
+            )
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(to_json(cfg))
+    os.replace(temporary, path)
+    return cfg
+
+
+def with_today(cfg: RunConfig, today: str) -> RunConfig:
+    """The config with data.today = `today`, unless the key is set."""
+    data = dataclasses.replace(cfg.data, today=cfg.data.today or today)
+    return dataclasses.replace(cfg, data=data)
+
+
+def record_start(folder: Path, resume_step: int | None) -> None:
+    """Adds a line to starts.jsonl: when, on what, and with which versions this process starts.
+
+    `resume_step` is the step of the checkpoint that the run resumes from; None is a new run, which
+    overwrites the file of an earlier run in the folder.
+    """
+    if not hosts.is_main_process():
+        return
+    line = {
+        "time": time.time(),
+        "step": resume_step or 0,
+        "host": socket.gethostname(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": hosts.n_processes(),
+        "commit": commit(),
+        "versions": versions(),
+    }
+    starts = JsonLines(folder / "starts.jsonl", resume_step=None if resume_step is None else NEVER)
+    starts.write(line)
+    starts.close()

@@ -66,8 +66,12 @@ def test_a_saved_plan_is_simulated_without_compiling(tmp_path, capsys):
             "config.rollout.n: 8 in the file, 4 here",
         ),
         (
-            ["--schedule=sync", "--lengths=lognormal?mean=8", "--config.mesh.fsdp=1"]
-            + ["--config.mesh.tensor=2"],
+            [
+                "--schedule=sync",
+                "--lengths=lognormal?mean=8",
+                "--config.mesh.fsdp=1",
+                "--config.mesh.tensor=2",
+            ],
             "config.mesh.tensor: 'not set' in the file, 2 here",
         ),
     ],

