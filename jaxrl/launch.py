@@ -117,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's arguments, and those for the run."""
+def parser() -> argparse.ArgumentParser:
+    """The parser of the launcher's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl.launch",
         description="Trains on several hosts of a Ray cluster. "
@@ -137,7 +137,12 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--max-failures", type=int, default=3, help="restarts before giving up")
     add("--address", default="auto", help="address of the Ray cluster")
     add("--wait-s", type=float, default=600.0, help="seconds to wait until the hosts are free")
-    return parser.parse_known_args(argv)
+    return parser
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's arguments, and those for the run."""
+    return parser().parse_known_args(argv)
 
 
 def rollout_arguments(args: argparse.Namespace, config_arguments: Sequence[str]) -> list[str]:

@@ -8,10 +8,10 @@ work. All requests of a step arrive at once; only response tokens count. `--core
 threads to one core: tokens per CPU-second are then comparable on a shared machine.
 
 `roofline` is the minimum time of the step over the measured time. The minimum is, for each part of
-each decode step, the longer of two times: the bytes of weights and live KV over the bandwidth of a
-long read, and the operations over the rate of a large product. It has no padding and no pauses.
-Both peaks are measured in the same run. Times are CPU-seconds on CPU, wall seconds elsewhere.
-Prints a table, and one JSON line (medians over the steps after --warm).
+each decode step, the longer of two times: the bytes of weights, live KV and states over the
+bandwidth of a long read, and the operations over the rate of a large product. It has no padding and
+no pauses. Both peaks are measured in the same run. Times are CPU-seconds on CPU, wall seconds
+elsewhere. Prints a table, and one JSON line (medians over the steps after --warm).
 """
 
 import argparse
@@ -113,6 +113,7 @@ class Sizes:
     param_bytes: int  # per parameter
     key_bytes: int  # keys and values of one token, all layers
     key_flops: int  # one query with one key, all layers and heads
+    state_bytes: int = 0  # states of one sequence, read and written in every step
 
 
 def shortest_s(work: Work, n_slots: int, sizes: Sizes, peaks: Peaks) -> float:
@@ -136,7 +137,8 @@ def shortest_s(work: Work, n_slots: int, sizes: Sizes, peaks: Peaks) -> float:
             running.append(waiting.pop())
         n_kv = sum(kv for kv, _ in running)
         total += products(sizes.layer_params + sizes.head_params, len(running))
-        total += at_least(n_kv * sizes.key_bytes, n_kv * sizes.key_flops)
+        n_state_bytes = 2 * len(running) * sizes.state_bytes
+        total += at_least(n_kv * sizes.key_bytes + n_state_bytes, n_kv * sizes.key_flops)
         running = [(kv + 1, left - 1) for kv, left in running if left > 1]
     return total
 
@@ -148,7 +150,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     from jaxrl.engine.engine import PagedEngine
     from jaxrl.models.decoder import init_model
     from jaxrl.models.files.hf_load import load_model
-    from jaxrl.models.kv_cache import page_bytes
+    from jaxrl.models.kv_cache import page_bytes, slot_bytes
     from jaxrl.planner.model_shape import model_shape
     from jaxrl.runtime.host_memory import keep_freed_memory
     from sharding import make_mesh
@@ -186,6 +188,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             param_bytes=params.embed.dtype.itemsize,
             key_bytes=page_bytes(cfg, 1, engine.pool.dtype),
             key_flops=4 * cfg.score_features,
+            state_bytes=slot_bytes(cfg, engine.pool.dtype),
         )
         clock = time.process_time if on_cpu else time.perf_counter
         measured = []

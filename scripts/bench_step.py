@@ -61,6 +61,11 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face model folder")
     parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="use random weights; --model is a config.json or a name in configs/shapes",
+    )
+    parser.add_argument(
         "--workload", required=True, help="JSON file of prompts and response lengths"
     )
     parser.add_argument("--out", default="", help="also write the JSON line to this file")
@@ -169,9 +174,7 @@ class Trainer:
         from jaxrl.learner.optimizer import make_optimizer
         from jaxrl.learner.state import init_state
         from jaxrl.learner.step import make_score, make_update
-        from jaxrl.models.config import for_platform
         from jaxrl.models.decoder import decoder_specs
-        from jaxrl.models.files.hf_load import load_model, model_config
         from jaxrl.models.lora import adapters, add_adapters, split, without_adapters
         from jaxrl.runtime.host_memory import keep_freed_memory
         from sharding import copy_tree
@@ -182,10 +185,7 @@ class Trainer:
         self.cfg, self.scores_reference = cfg, bool(args.kl_coef)
         self.engine, self.stats = None, {}
         self.clock, self.losses = Clock(), []
-        placed = for_platform(cfg, model_config(args.model), jax.default_backend())[1]
-        model_cfg, params = load_model(
-            args.model, rules=TRAIN, dtype=args.dtype, stacked=placed.stacked
-        )
+        model_cfg, params = load(args, cfg)
         if lora := adapters(cfg.lora, model_cfg):
             params = add_adapters(params, lora, seed=0, rules=TRAIN, dtype=args.dtype)
             model_cfg = params.cfg
@@ -268,6 +268,27 @@ class Trainer:
         )
         score_ref = ref_logp if self.scores_reference else None
         return with_scores(mini_batches, self.cfg.algorithm, score_ref=score_ref)
+
+
+def load(args: argparse.Namespace, cfg) -> tuple:
+    """(the decoder's config, its weights), on the current mesh."""
+    import jax
+
+    from jaxrl.models.config import for_platform
+    from jaxrl.models.decoder import init_model
+    from jaxrl.models.files.hf_load import load_model, model_config
+    from jaxrl.planner.model_shape import model_shape
+    from sharding.rules import TRAIN
+
+    if args.random_weights:
+        shape = model_shape(args.model, option="--model")
+    else:
+        shape = model_config(args.model)
+    stacked = for_platform(cfg, shape, jax.default_backend())[1].stacked
+    if not args.random_weights:
+        return load_model(args.model, rules=TRAIN, dtype=args.dtype, stacked=stacked)
+    shape = dataclasses.replace(shape, stacked=stacked)
+    return shape, init_model(shape, seed=0, rules=TRAIN, dtype=args.dtype)
 
 
 def random_rollouts(i: int, work: dict, n_vocab: int) -> list:

@@ -28,9 +28,10 @@ from jaxrl.config.command_line import read_args, read_options
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.models.mesh_check import check_mesh
+from jaxrl.planner.call_times import serial_seconds
 from jaxrl.planner.compilation import ProgramTooLarge, compile_programs
 from jaxrl.planner.model_shape import model_shape
-from jaxrl.planner.plan import live_bytes, serial_seconds
+from jaxrl.planner.plan import live_bytes
 from jaxrl.planner.programs import Lengths, run_programs
 from jaxrl.planner.topology import Topology, topology
 from sharding import make_mesh

@@ -74,6 +74,23 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_llama_70b_longctx.h100-128": ("grpo_llama_70b_longctx", "h100:128", {}),
     "grpo_30b_a3b.v5p-4x4x4": ("grpo_30b_a3b", "v5p:4x4x4", {}),
     "grpo_30b_a3b_h100.h100-64": ("grpo_30b_a3b_h100", "h100:64", {}),
+    "grpo_qwen3_5_9b.v5p-4x4x2": ("grpo_qwen3_5_9b", "v5p:4x4x2", {}),
+    "grpo_qwen3_5_9b_h100.h100-8": ("grpo_qwen3_5_9b_h100", "h100:8", STACKED),
+    "grpo_qwen3_5_35b_a3b.v5p-4x4x4": ("grpo_qwen3_5_35b_a3b", "v5p:4x4x4", {}),
+    "grpo_qwen3_5_35b_a3b_h100.h100-64": ("grpo_qwen3_5_35b_a3b_h100", "h100:64", {}),
+    "grpo_qwen3_5_9b_lora.h100-1": (
+        "grpo_qwen3_5_9b_h100",
+        "h100:1",
+        STACKED | ONE_DEVICE | {"learner.remat": "full", "lora.rank": "32"},
+    ),
+    "grpo_qwen3_5_35b_a3b_lora.h100-8": (
+        "grpo_qwen3_5_35b_a3b_h100",
+        "h100:8",
+        FSDP_8
+        | {"learner.zero": "0", "learner.remat": "full", "learner.token_budget": "16384"}
+        | {"data.prompts_per_step": "64", "learner.mini_batch_prompts": "16"}
+        | {"lora.rank": "32"},
+    ),
 }
 WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     "grpo_7b.v5e-2x4": (
@@ -195,7 +212,8 @@ def work_of(name: str) -> dict:
     which gather the weights of stacked layers. No other times.
     """
     cfg, machine = config_of(name), topology(SMALL[name][1])
-    decoder = dataclasses.replace(model_shape(cfg.model.path), L=SMALL_LAYERS)
+    decoder = model_shape(cfg.model.path)
+    decoder = dataclasses.replace(decoder, layers=decoder.layers[:SMALL_LAYERS])
     with jax.set_mesh(make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))):
         run = run_programs(cfg, decoder, machine.chip.memory_bytes)
         table = {program: run.table[program] for program in SMALL_PROGRAMS}

@@ -41,9 +41,11 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
         "jaxrl.plan",
         "jaxrl.serve",
     },
+    {"jaxrl.cli", "jaxrl.doctor"},
 ]
 LAYER = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 WITHOUT_JAX = (
+    "jaxrl/cli/",
     "jaxrl/tool_calls/",
     "jaxrl/data/",
     "jaxrl/rewards/",

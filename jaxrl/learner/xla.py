@@ -1,8 +1,16 @@
-"""XLA compiler options for scoring and updates: named sets per backend, or single options."""
+"""XLA compiler options for scoring and updates: chip defaults, named sets, single options."""
 
-from collections.abc import Sequence
+import importlib.metadata
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
 
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
+from sharding import target_device_kind, target_platform
+
+CompilerOptions = dict[str, bool | int | str]
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"
 GATHER_FUSION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
@@ -20,12 +28,17 @@ SPARSE_CORES = [
         "all_reduce",
     )
 ]
-# Options that are errors of the compiler, or useless, on other chips of TPU.
+# CompilerOptions that are errors of the compiler, or useless, on other chips of TPU.
 CHIPS = {GATHER_FUSION: (V5E,)} | dict.fromkeys(SPARSE_CORES, WITH_SPARSE_CORES)
+
+# KiB of VMEM that the products and fusions of a program may use, by chip. Larger tiles read their
+# operands less often: by the compiler's estimate this is the difference between half of the peak
+# rate and nine tenths of it on v6e.
+VMEM_LIMIT = {V5P: 65536, V6E: 98304}
 
 # overlap: collectives run concurrently with compute. prefetch: all-gather of the next layer's
 # weights during the current layer (verl: forward prefetch, OpenRLHF: overlap_comm).
-SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
+SETS: dict[str, dict[str, CompilerOptions]] = {
     "overlap": {
         "tpu": {
             "xla_tpu_enable_latency_hiding_scheduler": True,
@@ -64,15 +77,16 @@ SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
 }
 
 
-def compiler_options(
-    names: Sequence[str], platform: str, device_kind: str = ""
-) -> dict[str, bool | int | str]:
+def compiler_options(names: Sequence[str], platform: str, device_kind: str = "") -> CompilerOptions:
     """Compiler options of config.learner.xla on a platform: named sets or 'name=value' options.
 
-    Sets leave out what the chip (`device_kind`, as JAX names it) does not have. Raises ValueError
-    for a name that is neither.
+    They include the defaults of the chip (`device_kind`, as JAX names it), which an option by name
+    replaces. Sets leave out what the chip does not have. Raises ValueError for a name that is
+    neither.
     """
-    options: dict[str, bool | int | str] = dict(ROUND_AS_WRITTEN)
+    options: CompilerOptions = dict(ROUND_AS_WRITTEN)
+    if device_kind in VMEM_LIMIT:
+        options["xla_tpu_scoped_vmem_limit_kib"] = VMEM_LIMIT[device_kind]
     for name in names:
         option, equals, value = name.partition("=")
         if equals:
@@ -89,6 +103,42 @@ def compiler_options(
                 f"of {', '.join(SETS)}, or 'xla_option=value'"
             )
     return options
+
+
+def check_options(names: Sequence[str]) -> None:
+    """Raises ValueError if the compiler of the current mesh does not know an option, or its value.
+
+    The message has all unknown options of config.learner.xla and of the chip's defaults.
+    """
+    platform = target_platform()
+    options = compiler_options(names, platform, target_device_kind())
+    if options == ROUND_AS_WRITTEN:
+        return
+    whole = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
+    program = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
+    if unknown := _unknown(options, program):
+        packages = ["jaxlib", *["libtpu"] * (platform == "tpu")]
+        versions = ", ".join(f"{one} {importlib.metadata.version(one)}" for one in packages)
+        raise ValueError(
+            f"the compiler of {versions} does not know {', '.join(unknown)}; leave the options "
+            "and the sets that have them (docs/how_to/planner.md) out of config.learner.xla, or "
+            "install another version"
+        )
+
+
+def _unknown(options: Mapping[str, bool | int | str], program: jax.stages.Lowered) -> list[str]:
+    """The options that the compiler does not know; it names one at a time."""
+    unknown: list[str] = []
+    while True:
+        try:
+            program.compile({name: options[name] for name in options if name not in unknown})
+        except jax.errors.JaxRuntimeError as error:
+            named = re.search(r"No such compile option: '([^']*)'", str(error))
+            if named is None:  # a value that the option does not take
+                raise ValueError(f"config.learner.xla: {str(error).splitlines()[0]}") from error
+            unknown.append(named[1])
+        else:
+            return unknown
 
 
 def _value(text: str) -> bool | int | str:

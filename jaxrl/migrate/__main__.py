@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
     return report(found, ours, path.name, options.output)
 
 
-def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the arguments --config.KEY=VALUE."""
+def parser() -> argparse.ArgumentParser:
+    """The parser of all arguments but --config.KEY=VALUE."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl.migrate",
         description=__doc__,
@@ -68,12 +68,17 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--from", dest="framework", choices=FRAMEWORKS, help="found if not given")
     parser.add_argument("--output", help="config file to write; standard output if not given")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    return parser
+
+
+def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the arguments --config.KEY=VALUE."""
     own, arguments = list(argv), None
     if "--" in own:
         at = own.index("--")
         own, arguments = own[:at], own[at + 1 :]
     overrides = [word for word in own if OVERRIDE.fullmatch(word)]
-    options = parser.parse_intermixed_args([word for word in own if word not in overrides])
+    options = parser().parse_intermixed_args([word for word in own if word not in overrides])
     options.arguments = arguments
     return options, overrides
 

@@ -357,6 +357,8 @@ def _period_step(
                 layer = _with_experts(layer, matrices, index)
             static = place.window is None
             window = cfg.window(layers.start) if static else place.window
+            if len(run) > 1 and cfg.lora is None:  # a scan of one layer finishes them by itself
+                x, layer = finish_gradients(x, layer)
             x, state, load = layer_fn(policy, static)(layer, x, place, window, state)
             loads += [] if load is None else [load]
         stacked = jax.tree.map(lambda *of: jnp.stack(of), *loads) if loads else None

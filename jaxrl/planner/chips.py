@@ -5,6 +5,8 @@ A100 SXM 80 GB, H100, H200 and DGX B200, dense). TPU link rates are those of a r
 axis in both directions; TPU hosts are connected by PCIe (jax-ml.github.io/scaling-book, "TPUs").
 The memory of a TPU is what its compiler grants a program ("exceeds available HBM"). A CPU device
 stands for one AVX-512 core, measured with 2048 x 2048 matrix products and a stream read.
+The clock of a TPU is its peak rate divided by what its matrix units multiply in a cycle: 2 x 128 x
+128 operations for each of 8 units (v4, v5p) or 4 (v5e), 2 x 256 x 256 for each of 4 (v6e).
 """
 
 import dataclasses
@@ -27,15 +29,19 @@ class Chip:
     host_bytes_per_s: float  # between a device and its host, one way
     node: int  # devices per node; 0 = all
     l2_bytes: float = 0.0  # cache between HBM and the cores; 0 = none, or unknown
+    clock_hz: float = 0.0  # of a TPU; 0 = unknown
 
     def rate(self, dtype: str) -> float:
         return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
 
 
-def _tpu(name: str, gib: float, tera: float, giga: float, link: float, host: float) -> Chip:
+def _tpu(
+    name: str, gib: float, tera: float, giga: float, link: float, host: float, ghz: float = 0.0
+) -> Chip:
     # Float32 products run as one bfloat16 pass at JAX's default precision on TPU.
     flops = {"bf16": tera * 1e12, "f32": tera * 1e12}
-    return Chip(name, gib * GIB, flops, giga * 1e9, link * 1e9, link * 1e9, host * 1e9, 0)
+    rates = (giga * 1e9, link * 1e9, link * 1e9, host * 1e9)
+    return Chip(name, gib * GIB, flops, *rates, 0, clock_hz=ghz * 1e9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +81,10 @@ def _gpu(
 
 
 CHIPS = {
-    "v4": _tpu("TPU v4", 30.75, 275.0, 1228.0, 90.0, 16.0),
-    "v5e": _tpu("TPU v5e", 15.75, 197.0, 819.0, 90.0, 16.0),
-    "v5p": _tpu("TPU v5p", 95.73, 459.0, 2765.0, 180.0, 16.0),
-    "v6e": _tpu("TPU v6e", 31.24, 918.0, 1640.0, 180.0, 32.0),
+    "v4": _tpu("TPU v4", 30.75, 275.0, 1228.0, 90.0, 16.0, 1.05),
+    "v5e": _tpu("TPU v5e", 15.75, 197.0, 819.0, 90.0, 16.0, 1.5),
+    "v5p": _tpu("TPU v5p", 95.73, 459.0, 2765.0, 180.0, 16.0, 1.75),
+    "v6e": _tpu("TPU v6e", 31.24, 918.0, 1640.0, 180.0, 32.0, 1.75),
     # A device is one of the two chiplets of a chip, with half of its rates.
     "v7x": _tpu("TPU v7x", 94.74, 1153.5, 3690.0, 100.0, 32.0),
     "a100": _gpu("A100 SXM", 79.2, 312.0, 2039.0, 300.0, 25.0, 32.0, AMPERE),

@@ -13,7 +13,7 @@ from jaxrl.kernels.logprob import grouped_chunks
 from jaxrl.layout import training_rules
 from jaxrl.learner.loss import logprob_chunk
 from jaxrl.learner.programs import Lower
-from jaxrl.learner.xla import SPARSE_CORES, WITH_SPARSE_CORES, compiler_options
+from jaxrl.learner.xla import SPARSE_CORES, WITH_SPARSE_CORES, check_options, compiler_options
 from jaxrl.models.paged import DECODE_SCOPE
 from jaxrl.planner.compiled.cost import Cost, TripCounts, program_cost
 from jaxrl.planner.compiled.hlo import HloShape
@@ -64,8 +64,10 @@ def compile_programs(
 ) -> dict[str, Program]:
     """Compiles all programs for `machine`; `reference` reuses `score` if both exist and are equal.
 
-    Raises ProgramTooLarge if the compiler runs out of device memory.
+    Raises ProgramTooLarge if the compiler runs out of device memory, ValueError if it does not know
+    an option.
     """
+    check_options(programs.cfg.learner.xla)
     cfg, table = programs.cfg, programs.table
     compiled: dict[str, Program] = {}
     kind = machine.devices[0].device_kind

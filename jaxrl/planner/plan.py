@@ -11,9 +11,15 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.mesh_check import check_mesh
+from jaxrl.planner.call_times import (
+    compiler_seconds,
+    resource_seconds,
+    roofline,
+    serial,
+    serial_seconds,
+)
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program, compile_programs, machine_note
-from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.programs import (
     IDLE_STATE,
@@ -41,6 +47,7 @@ class Phase:
     serial_s: float  # kernels one after the other, and exposed collectives and host transfers
     bound: str  # of the slowest program: "flops" | "memory" | "collectives" | "host"
     tokens_per_s: float
+    compiler_s: float = 0.0  # `serial_s` by the compiler's estimate; 0 if it has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +80,17 @@ class Plan:
     n_workers: int = 0  # that these devices belong to
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `planned_config`
     pipeline: PipelinePlan | None = None  # None without stages
+    compiler_step_s: float = 0.0  # `serial_step_s` by the compiler's estimate; 0 if it has none
 
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
-        names = ("host_resident", "state_bytes", "n_rollout_devices", "n_workers")
+        names = (
+            "host_resident",
+            "state_bytes",
+            "n_rollout_devices",
+            "n_workers",
+            "compiler_step_s",
+        )
         optional: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.pipeline:
             optional["pipeline"] = dataclasses.asdict(self.pipeline)
@@ -99,9 +113,10 @@ class Plan:
                     "seconds": resource_seconds(p, self.chip),
                     "compile_s": round(p.compile_s, 2),
                 }
+                | _estimate(compiler_seconds(p, self.chip))
                 for name, p in self.programs.items()
             },
-            "phases": {name: dataclasses.asdict(phase) for name, phase in self.phases.items()},
+            "phases": {name: _phase(phase) for name, phase in self.phases.items()},
             "resident": self.resident,
             "budget_bytes": self.budget_bytes,
             "page_bytes": self.page_bytes,
@@ -112,6 +127,16 @@ class Plan:
             "expected_step_s": self.expected_step_s,
             "serial_step_s": self.serial_step_s,
         } | {name: value for name, value in optional.items() if value}
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    found = dataclasses.asdict(phase)
+    return found | _estimate(found.pop("compiler_s"))
+
+
+def _estimate(seconds: float) -> dict[str, float]:
+    """The entry of the compiler's estimate, if it has one."""
+    return {"compiler_s": seconds} if seconds else {}
 
 
 def _collectives(program: Program, chip: Chip) -> dict[str, dict[str, int | float]]:
@@ -217,6 +242,7 @@ def assemble_plan(
         max_concurrent_sequences=memory.sequences * run.n_replicas,
         expected_step_s=step_s,
         serial_step_s=step_seconds(run, {name: phase.serial_s for name, phase in phases.items()}),
+        compiler_step_s=step_seconds(run, {name: p.compiler_s for name, p in phases.items()}),
         tokens_per_s=_n_tokens(run, lengths, "step") / step_s,
         lengths=lengths,
         note=machine_note(run.cfg, machine),
@@ -290,6 +316,7 @@ def _plan_phase(
     slowest = max(names, key=ideal.__getitem__)
     peak = max(memory.live_bytes[name] for name in names)
     loaded = _moved_bytes(run, names) / chip.host_bytes_per_s
+    by_compiler = sum(calls[name] * compiler_seconds(programs[name], chip) for name in names)
     total = loaded + sum(ideal.values())
     return Phase(
         live_bytes=peak,
@@ -298,6 +325,7 @@ def _plan_phase(
         serial_s=loaded + sum(calls[name] * serial_seconds(programs[name], chip) for name in names),
         bound=roofline(programs[slowest], chip)[1],
         tokens_per_s=_n_tokens(run, lengths, phase) / total,
+        compiler_s=by_compiler and loaded + by_compiler,
     )
 
 
@@ -348,40 +376,6 @@ def live_bytes(program: Program, run: RunPrograms, pool_bytes: int) -> int:
         counted = sum(sizes[name] for name in program.counted_state if name != "kv")
         other_state = sum(run.resident.values()) - counted
     return other_state + program.footprint_bytes - (pool_bytes if has_pool else 0)
-
-
-def roofline(program: Program, chip: Chip) -> tuple[float, str]:
-    """(seconds of one call at peak rates, what bounds it).
-
-    The maximum of compute, HBM traffic, collectives and host transfers, as if all overlapped.
-    """
-    times = resource_seconds(program, chip)
-    bound = max(times, key=times.__getitem__)
-    return float(times[bound]), bound
-
-
-def resource_seconds(program: Program, chip: Chip) -> dict[str, float]:
-    """Seconds that one call keeps each resource busy at its peak rate."""
-    cost = program.cost
-    return {
-        "flops": float(sum(flops / chip.rate(dtype) for dtype, flops in cost.flops.items())),
-        "memory": cost.bytes_accessed / chip.memory_bytes_per_s,
-        "collectives": float(sum(collective_seconds(one, chip) for one in cost.collectives)),
-        "host": cost.host_bytes / chip.host_bytes_per_s,
-    }
-
-
-def serial_seconds(program: Program, chip: Chip) -> float:
-    """Seconds of one call with kernels one after the other.
-
-    Collectives count as far as kernels do not cover them, host transfers in full.
-    """
-    return serial(program, chip).total_s + program.cost.host_bytes / chip.host_bytes_per_s
-
-
-def serial(program: Program, chip: Chip) -> Times:
-    """The times of one call with kernels one after the other."""
-    return times(program.cost.steps, chip)
 
 
 def calls_per_step(

@@ -8,10 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.planner.call_times import compiler_seconds, roofline, serial
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program
 from jaxrl.planner.pipeline import PipelinePlan
-from jaxrl.planner.plan import Plan, roofline, serial
+from jaxrl.planner.plan import Plan
 from jaxrl.planner.search import Candidate
 
 WIDTH = 190
@@ -81,6 +82,8 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
         f"{plan.tokens_per_s:,.0f} tokens/s; "
         f"with kernels one after the other: {format_seconds(plan.serial_step_s)}"
     )
+    if plan.compiler_step_s:
+        last += f"; by the compiler's estimate: {format_seconds(plan.compiler_step_s)}"
     parts = [Text(head), _programs(plan, with_compile_s), _phases(plan), Text(last)]
     if unknown := {loop for p in plan.programs.values() for loop in p.cost.unknown_loops}:
         parts.append(
@@ -171,6 +174,8 @@ def search_text(found: list[tuple[Candidate, Plan | None]], cfg: RunConfig) -> s
             verdict = "fits" if plan.fits else "does not fit"
             times = (plan.serial_step_s, plan.expected_step_s)
             shown = ", ".join(format_seconds(seconds) for seconds in times)
+            if plan.compiler_step_s:
+                shown = f"{format_seconds(plan.compiler_step_s)} by the compiler, {shown}"
             result = f"{shown}, {format_bytes(peak)}, {verdict}"
         estimated = format_seconds(candidate.step_s)
         lines.append(f"  {candidate.overrides(cfg)}\n    ({estimated}) {result}")
@@ -191,7 +196,9 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
     with_host = any(p.host_bytes for p in plan.programs.values())
     names = ["arguments", "temporaries", "outputs", *["host"] * with_host, "flops", "HBM"]
     names += ["L2"] * with_l2
-    names += ["collectives, covered", "time", "bound", "serial", *["compile"] * with_compile_s]
+    names += ["collectives, covered", "time", "bound", "serial"]
+    with_estimate = bool(plan.compiler_step_s)
+    names += [*["compiler"] * with_estimate, *["compile"] * with_compile_s]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for name, p in plan.programs.items():
@@ -209,6 +216,7 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
             format_seconds(seconds),
             bound,
             format_seconds(serial(p, plan.chip).total_s),
+            *[format_seconds(compiler_seconds(p, plan.chip))] * with_estimate,
         ]
         table.add_row(*row, *([f"{p.compile_s:.1f} s"] if with_compile_s else []))
     return table
@@ -228,7 +236,9 @@ def _phases(plan: Plan) -> Table:
     title += ", including KV pages" if plan.page_bytes else ""
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     table.add_column("phase")
-    for name in ("live without KV", "fits", "time", "bound", "serial", "tokens/s"):
+    with_estimate = bool(plan.compiler_step_s)
+    names = ["live without KV", "fits", "time", "bound", "serial"]
+    for name in (*names, *["compiler"] * with_estimate, "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, phase in plan.phases.items():
         table.add_row(
@@ -238,6 +248,7 @@ def _phases(plan: Plan) -> Table:
             format_seconds(phase.roofline_s),
             phase.bound,
             format_seconds(phase.serial_s),
+            *[format_seconds(phase.compiler_s)] * with_estimate,
             f"{phase.tokens_per_s:,.0f}",
         )
     return table

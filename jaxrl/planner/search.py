@@ -340,6 +340,10 @@ def _gains_pages(job: Job, settings: CandidateSettings, memory: MemoryEstimate) 
 
 
 def rank(entry: tuple[Candidate, Plan | None]) -> tuple[bool, float]:
-    """The order of compiled candidates: those that fit, by serial step time."""
+    """The order of compiled candidates: those that fit, by the compiler's estimate of a step.
+
+    Without one, by serial step time.
+    """
     plan = entry[1]
-    return (plan is None or not plan.fits, math.inf if plan is None else plan.serial_step_s)
+    step_s = math.inf if plan is None else plan.compiler_step_s or plan.serial_step_s
+    return (plan is None or not plan.fits, step_s)

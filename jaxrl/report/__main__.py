@@ -13,7 +13,8 @@ from jaxrl.report.page import write_report
 from jaxrl.report.watch import watch
 
 
-def main(argv: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
+    """The parser of the arguments."""
     parser = argparse.ArgumentParser(prog="python -m jaxrl.report", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="run folder with metrics.jsonl")
     parser.add_argument(
@@ -26,7 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address of --watch (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8700, help="port of --watch (8700; 0 = any)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     try:
         if args.watch:
             watch(args.run_dir, args.host, args.port)

@@ -4,14 +4,18 @@ import collections
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
+DEFAULT_CACHE = "~/.cache/jaxrl/xla"  # of compiled programs
+MIN_CACHE_BYTES = 256 << 20  # free on the disk of the cache
 SHAPES_LOGGER = "jax._src.interpreters.pxla"  # logs "Compiling jit(f) with global shapes and types"
 
 
@@ -147,3 +151,30 @@ def compile_in_threads(programs: Iterable[jax.stages.Lowered], n_threads: int = 
 def n_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def open_cache(setting: str) -> str:
+    """Lets JAX keep compiled programs in a folder; "" is the default one.
+
+    Call it before the first compilation. Returns why they cannot be kept, and the remedy; "" if
+    they can. JAX then compiles at every start.
+    """
+    folder = Path(setting or DEFAULT_CACHE).expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return cache_problem(folder)
+
+
+def cache_problem(folder: Path) -> str:
+    """Why the folder cannot keep compiled programs, and the remedy; "" if it can."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        problem = f"cannot be written: {existing} is not a folder of this user"
+    elif free < MIN_CACHE_BYTES:
+        problem = f"has no room: {free >> 20} MiB are free"
+    else:
+        return ""
+    return (
+        f"the compilation cache {folder} {problem}, so every start compiles all programs; free "
+        "disk space, or set config.compilation_cache to another folder"
+    )

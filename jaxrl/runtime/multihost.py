@@ -17,6 +17,7 @@ from jaxrl.config.saved import differences
 from jaxrl.data.content import Item, content
 from jaxrl.data.digest import digest
 from jaxrl.ending import SIGNALS
+from jaxrl.runtime.backend import open_backend
 from jaxrl.runtime.versions import versions
 from sharding import hosts
 
@@ -33,6 +34,7 @@ def join(cfg: RunConfig) -> None:
         if not is_multi_process(distributed, os.environ):
             return
         initialize(distributed)
+    open_backend()
     hosts.exit_immediately_on_errors()
     hosts.warm_up()
     check_same_identity(hosts.gather(process_identity(cfg)))

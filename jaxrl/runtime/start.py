@@ -11,6 +11,7 @@ from jaxrl.ending import end_on_signals
 
 GPU_MEMORY_SHARE = 0.92  # the rest is for CUDA, NCCL and the libraries' own buffers
 NVIDIA, GOOGLE = "0x10de", "0x1ae0"  # PCI vendors
+PLUGINS = {"tpu": ("libtpu",), "cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin")}
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -41,10 +42,10 @@ def begin_loading() -> None:
     """
     begin_program()
     print("jaxrl: loading", flush=True)
-    if "JAX_PLATFORMS" not in os.environ and _has_plugin() and not _has_accelerator():
+    if "JAX_PLATFORMS" not in os.environ and installed_plugins() and not has_accelerator():
         os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise libtpu and CUDA print errors
         print("jaxrl: no TPU or NVIDIA GPU on this machine; JAX_PLATFORMS=cpu", flush=True)
-    if _has_gpu():
+    if has_gpu():
         set_gpu_memory()
     gc.disable()
 
@@ -87,18 +88,21 @@ def end_loading() -> None:
     gc.enable()
 
 
-def _has_plugin() -> bool:
-    """Whether a package is installed that looks for an accelerator, as the planner needs them."""
-    names = ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin")
-    return any(importlib.util.find_spec(name) is not None for name in names)
+def installed_plugins() -> list[str]:
+    """The platforms whose plugin is installed, perhaps only for the planner: "tpu", "cuda"."""
+    return [
+        platform
+        for platform, packages in PLUGINS.items()
+        if any(importlib.util.find_spec(name) is not None for name in packages)
+    ]
 
 
-def _has_accelerator(root: Path = Path("/")) -> bool:
+def has_accelerator(root: Path = Path("/")) -> bool:
     """Whether the machine has a TPU or an NVIDIA GPU, as a PCI device or as a device file."""
-    return _has_gpu(root) or _has_device(root, GOOGLE, ("accel*", "vfio/[0-9]*"))
+    return has_gpu(root) or _has_device(root, GOOGLE, ("accel*", "vfio/[0-9]*"))
 
 
-def _has_gpu(root: Path = Path("/")) -> bool:
+def has_gpu(root: Path = Path("/")) -> bool:
     """Whether the machine has an NVIDIA GPU, also below WSL."""
     return _has_device(root, NVIDIA, ("nvidia[0-9]*", "dxg"))
 

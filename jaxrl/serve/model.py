@@ -23,11 +23,12 @@ from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.rollout.paged_engine import paged_engine
+from jaxrl.runtime.backend import open_backend
+from jaxrl.runtime.compilation import open_cache
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.models import make_renderer
-from jaxrl.trainer.setup.session import set_compilation_cache
 from jaxrl.types import Tree
 from sharding import make_mesh
 
@@ -61,20 +62,22 @@ def open_model(
 
     Raises ValueError, OSError or CheckpointError, with one message, if the model cannot be loaded.
     """
-    set_compilation_cache(run)
+    cache_problem = open_cache(run.compilation_cache)
     folder = resolve_model(run.model.path, key="--model")
     decoder = model_config(folder)
     max_len = min(max_len, decoder.context_len)
     lengths = dataclasses.replace(run.data, max_prompt_len=max_len - 1, max_response_len=1)
     run = dataclasses.replace(run, data=lengths)
     renderer = make_renderer(run, folder, decoder)
-    if (backend := jax.default_backend()) == "cpu":
+    if (backend := open_backend()) == "cpu":
         keep_freed_memory()
     dtype, policy = for_platform(run, decoder, backend)
     policy = with_adapters(run.lora, policy)
     decoder = dataclasses.replace(policy, heads=("vocab",))
     with Progress() as progress:
         progress.status(f"{run.model.path}: {decoder.family}, {dtype}, on {backend}")
+        if cache_problem:
+            progress.status(f"warning: {cache_problem}")
         if checkpoints is not None:
             progress.status(f"step {step} of {checkpoints}")
         devices = make_mesh(**dataclasses.asdict(run.mesh))

@@ -53,6 +53,8 @@ DEVICES = {
     "grpo_30b_a3b_h100": 64,
     "grpo_qwen3_5_9b": 32,
     "grpo_qwen3_5_9b_h100": 8,
+    "grpo_qwen3_5_35b_a3b": 64,
+    "grpo_qwen3_5_35b_a3b_h100": 64,
 }
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py"))
 INTS = ("tokens", "targets", "segments", "positions", "until", "copies")

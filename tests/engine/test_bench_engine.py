@@ -1,5 +1,6 @@
 """Tests of scripts/bench_engine.py and scripts/make_workload.py."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -42,6 +43,9 @@ def test_the_roofline_sums_the_bytes_or_flops_of_every_step(bench):
     slow = bench.Peaks(bytes_per_s=100.0, flops_per_s=10.0)
     keys = 23 * 2 / 10
     assert bench.shortest_s(work, 2, sizes, slow) == pytest.approx(108 + 20 * 5 + keys)
+    # states of 10 bytes are read and written for 2, 2 and 1 running sequences
+    states = dataclasses.replace(sizes, state_bytes=10)
+    assert bench.shortest_s(work, 2, states, peaks) == pytest.approx(3.6 + 12 + 1.84 + 1.0)
 
 
 def test_copies_of_a_workload_multiply_its_samples(bench, tmp_path):

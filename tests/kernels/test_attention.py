@@ -134,7 +134,7 @@ def test_splash_visits_only_visible_blocks():
     first, last = jnp.repeat(jnp.array([0, 0, 128, 384]), 128), jnp.arange(512)
     seen = seen_by_ranges(first, last, block=128, n_keys=512)
     np.testing.assert_array_equal(seen, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
-    keys, queries = _block_schedule(seen)
+    keys, queries = _block_schedule(seen[None])
     # After its last block, a row of queries prefetches the next row's first block.
     np.testing.assert_array_equal(keys, [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 3], [3, 3, 3, 3]])
     np.testing.assert_array_equal(queries, [[0, 1, 2, 3], [1, 1, 2, 3], [0, 2, 2, 3], [0, 1, 2, 3]])
@@ -143,9 +143,28 @@ def test_splash_visits_only_visible_blocks():
 def test_splash_prefetches_what_it_visits_next_also_across_gaps():
     # Two branches (blocks 1 and 2) of a prefix (block 0); no query sees a key of block 3.
     seen = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]], bool)
-    keys, queries = _block_schedule(seen)
+    keys, queries = _block_schedule(seen[None])
     np.testing.assert_array_equal(keys, [[0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 2, 3], [3, 3, 3, 3]])
     np.testing.assert_array_equal(queries, [[0, 1, 2, 3], [1, 1, 2, 3], [2, 1, 2, 3], [0, 1, 2, 3]])
+
+
+def test_splash_numbers_blocks_through_the_rows():
+    seen = jnp.array([[[1, 0], [1, 1]], [[1, 0], [0, 1]]], bool)  # one segment; two segments
+    keys, queries = _block_schedule(seen)
+    np.testing.assert_array_equal(keys, [[0, 0], [0, 1], [2, 3], [3, 3]])
+    np.testing.assert_array_equal(queries, [[0, 1, 2, 3], [1, 1, 2, 3]])
+
+
+@pytest.mark.parametrize("run", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_splash_takes_as_many_rows_at_a_time_as_have_numbers(one_device, monkeypatch, run):
+    arrays, segments = problem(2, 1, 32, T=128, lengths=[[70, 20], [100], [1, 60], [128]])
+    attend = functools.partial(splash, spec=AttentionSpec(0.2), segments=segments, window=0)
+    want = attend(*arrays[:3]) if run else None
+    monkeypatch.setattr("jaxrl.kernels.attention.splash.MAX_LEN", 2 * 128)
+    jaxpr = str(jax.make_jaxpr(attend)(*arrays[:3]))
+    assert jaxpr.count("name=splash_mha_fwd") == 1 and "length=2" in jaxpr  # two groups of two
+    if run:
+        np.testing.assert_array_equal(attend(*arrays[:3]), want)
 
 
 @pytest.mark.parametrize("query_block", [64, pytest.param(192, marks=pytest.mark.thorough)])

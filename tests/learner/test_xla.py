@@ -5,11 +5,19 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.learner.step import make_score
-from jaxrl.learner.xla import CHIPS, GATHER_FUSION, SETS, SPARSE_CORES, compiler_options
+from jaxrl.learner.xla import (
+    CHIPS,
+    GATHER_FUSION,
+    SETS,
+    SPARSE_CORES,
+    check_options,
+    compiler_options,
+)
 from sharding import TRAIN
 from tests.learner.tiny_policy import batches, new_params, rollouts, run_config
 
@@ -49,6 +57,24 @@ def test_options_of_the_config_reach_the_compiler(one_device):
 
 def score_arguments():
     return new_params(), batches(rollouts(2), row_len=32, token_budget=32)[0]
+
+
+def test_products_get_the_scratch_memory_of_their_chip():
+    name = "xla_tpu_scoped_vmem_limit_kib"
+    limits = [compiler_options((), "tpu", chip).get(name) for chip in ("TPU v5", "TPU v6 lite")]
+    assert limits == [65536, 98304]
+    assert name not in compiler_options((), "tpu", "TPU v5 lite")
+    assert compiler_options((f"{name}=32768",), "tpu", "TPU v6 lite")[name] == 32768
+
+
+def test_options_that_the_compiler_does_not_know_are_named_at_once_with_its_version(one_device):
+    names = ("xla_no_such_option=1", "overlap", "xla_cpu_enable_fast_math=false", "xla_nor=x")
+    expected = f"compiler of jaxlib {jaxlib.__version__} does not know xla_no_such_option, xla_nor;"
+    with pytest.raises(ValueError, match=expected):
+        check_options(names)
+    check_options(names[1:3])
+    with pytest.raises(ValueError, match=r"config.learner.xla: .*'perhaps' is not a valid bool"):
+        check_options(("xla_cpu_enable_fast_math=perhaps",))
 
 
 def test_chips_overlap_collectives_each_in_its_way():

@@ -104,6 +104,18 @@ def assert_same_bits(a: Decoder, b: Decoder) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def test_the_layers_of_a_period_finish_their_gradients_one_after_the_other(one_device, monkeypatch):
+    biased = dataclasses.replace(CFG.layers[0].mixer, qkv_bias=True)
+    period = CFG.layers[0], dataclasses.replace(CFG.layers[0], mixer=biased)
+    cfg = dataclasses.replace(STACKED, layers=period * 2)
+    assert [len(run) for run in cfg.runs] == [2]
+    model = new_model(cfg)
+    ordered = operations(jax.grad(loss), model)["optimization_barrier"]
+    monkeypatch.setattr(decoder, "finish_gradients", lambda x, layer: (x, layer))
+    free = operations(jax.grad(loss), model)["optimization_barrier"]
+    assert ordered - free == 2  # in the body of the scan
+
+
 @pytest.mark.thorough
 @pytest.mark.bitwise
 def test_layer_inputs_in_host_memory_give_the_same_bits(one_device):

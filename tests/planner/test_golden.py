@@ -61,6 +61,7 @@ def test_the_plan_of_the_quickstart_matches_the_docs():
                 ("grpo_7b.v5p-4x4x4", "libtpu"),
                 ("grpo_1p5b_h100.h100-1", "jax_cuda13_plugin"),
                 ("grpo_7b_h100.h100-64", "jax_cuda13_plugin"),
+                ("grpo_qwen3_5_35b_a3b_h100.h100-64", "jax_cuda13_plugin"),
                 ("grpo_7b.v5e-2x4", "libtpu"),
                 ("grpo_72b_lora.h100-8", "jax_cuda13_plugin"),
                 ("grpo_llama_70b_longctx.h100-64", "jax_cuda13_plugin"),

@@ -132,9 +132,8 @@ def test_a_tensor_axis_of_the_rollout_in_the_config_is_kept():
 
 
 def test_plans_that_fit_are_ranked_with_kernels_one_after_the_other():
-    def found(*, fits: bool, serial_step_s: float, expected_step_s: float) -> Plan:
+    def found(*, fits: bool, **times: float) -> Plan:
         plan = object.__new__(Plan)  # only what the order depends on
-        times = dict(serial_step_s=serial_step_s, expected_step_s=expected_step_s)
         vars(plan).update(fits=fits, **times)
         return plan
 
@@ -147,6 +146,10 @@ def test_plans_that_fit_are_ranked_with_kernels_one_after_the_other():
     candidate = estimate(job(), MESH)
     ranked = sorted(((candidate, plan) for plan in plans), key=rank)
     assert [plan and plan.serial_step_s for _, plan in ranked] == [2.0, 3.0, 1.0, None]
+    # by the compiler's estimate if it has one
+    plans = [found(fits=True, serial_step_s=s, compiler_step_s=5 - s) for s in (1.0, 2.0)]
+    ranked = sorted(((candidate, plan) for plan in plans), key=rank)
+    assert [plan and plan.serial_step_s for _, plan in ranked] == [2.0, 1.0]
 
 
 def test_idle_roles_wait_in_host_memory():

@@ -1,15 +1,18 @@
 """Tests of jaxrl/runtime/compilation.py."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.runtime import compilation
 from jaxrl.runtime.compilation import (
     CompileWatch,
     RecompileError,
+    cache_problem,
     compile_in_threads,
     lowered_on_mesh,
 )
@@ -90,3 +93,14 @@ def test_a_dropped_iterator_leaves_the_mesh_of_the_thread_that_drops_it():
         del lowered
         assert jax.sharding.get_mesh() is outer
         assert jax.sharding.get_abstract_mesh() is outer.abstract_mesh
+
+
+def test_a_cache_without_room_or_folder_has_a_remedy(tmp_path, monkeypatch):
+    assert cache_problem(tmp_path / "new" / "xla") == ""
+    file = tmp_path / "file"
+    file.touch()
+    assert f"cannot be written: {file} is not a folder" in cache_problem(file / "xla")
+    usage = SimpleNamespace(free=12 << 20)
+    monkeypatch.setattr(compilation.shutil, "disk_usage", lambda path: usage)
+    problem = cache_problem(tmp_path / "xla")
+    assert "has no room: 12 MiB are free" in problem and "config.compilation_cache" in problem

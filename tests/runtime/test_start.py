@@ -15,9 +15,9 @@ def begin(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
 
     def begin(*, plugin, accelerator):
-        monkeypatch.setattr(start, "_has_plugin", lambda: plugin)
-        monkeypatch.setattr(start, "_has_accelerator", lambda: accelerator)
-        monkeypatch.setattr(start, "_has_gpu", lambda: False)
+        monkeypatch.setattr(start, "installed_plugins", lambda: ["tpu"] * plugin)
+        monkeypatch.setattr(start, "has_accelerator", lambda: accelerator)
+        monkeypatch.setattr(start, "has_gpu", lambda: False)
         start.begin_loading()
         return os.environ.get("JAX_PLATFORMS")
 
@@ -44,19 +44,19 @@ def test_a_platform_of_the_user_is_kept(begin, monkeypatch):
 
 @pytest.mark.parametrize("file", ["dev/nvidia0", "dev/accel0", "dev/vfio/3", "dev/dxg"])
 def test_device_files_of_accelerators_are_found(tmp_path, file):
-    assert not start._has_accelerator(tmp_path)
+    assert not start.has_accelerator(tmp_path)
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).touch()
-    assert start._has_accelerator(tmp_path)
+    assert start.has_accelerator(tmp_path)
 
 
 def test_pci_devices_of_accelerators_are_found(tmp_path):
     for slot, vendor in (("00", "0x8086\n"), ("01", "0x10de\n")):
         folder = tmp_path / "sys/bus/pci/devices" / slot
-        assert not start._has_accelerator(tmp_path)
+        assert not start.has_accelerator(tmp_path)
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(vendor)
-    assert start._has_accelerator(tmp_path)
+    assert start.has_accelerator(tmp_path)
 
 
 @pytest.fixture
@@ -101,6 +101,6 @@ def test_only_nvidia_devices_are_gpus(tmp_path):
     for file in ("dev/accel0", "dev/vfio/3"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    assert not start._has_gpu(tmp_path)
+    assert not start.has_gpu(tmp_path)
     (tmp_path / "dev/nvidia0").touch()
-    assert start._has_gpu(tmp_path)
+    assert start.has_gpu(tmp_path)

@@ -20,8 +20,8 @@ as much disk space for the export. The exit status is 1 if a check fails.
 """
 
 
-def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments. Exits with a message if one is invalid. JAX then runs on CPU by default."""
+def parser() -> argparse.ArgumentParser:
+    """The parser of the arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl.check_model",
         description=HELP,
@@ -29,6 +29,11 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", help="model folder, GGUF file, hub id or 'package:NAME'")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and samples (default: 0)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments. Exits with a message if one is invalid. JAX then runs on CPU by default."""
+    args = parser().parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return args

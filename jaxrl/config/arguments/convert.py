@@ -20,8 +20,8 @@ PARTS = ("policy", "critic", "ema", "adapter")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, with the output folder in `target`. Exits with a message if one is invalid."""
+def parser() -> argparse.ArgumentParser:
+    """The parser of the arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl.convert",
         description=HELP,
@@ -49,12 +49,17 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-shard-bytes", type=int, default=5_000_000_000, help="largest weight file in bytes"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, with the output folder in `target`. Exits with a message if one is invalid."""
+    args, error = parser().parse_args(argv), parser().error
     if (args.target is None) == (args.output is None):
-        parser.error("set the output folder, as TARGET or with --output")
+        error("set the output folder, as TARGET or with --output")
     if args.step is None and args.part != "policy":
-        parser.error(f"--part={args.part} needs --step")
+        error(f"--part={args.part} needs --step")
     if args.step is not None and args.adapter is not None:
-        parser.error("--adapter merges into a model folder; leave out --step")
+        error("--adapter merges into a model folder; leave out --step")
     args.target = args.target or args.output
     return args

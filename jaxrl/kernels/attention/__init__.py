@@ -12,7 +12,7 @@ from jaxrl.kernels.attention.cudnn import attention_cudnn, unsupported_by_cudnn,
 from jaxrl.kernels.attention.limits import MAX_LEN, unsupported_by_triton
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.choice import Implementations, choose
+from jaxrl.kernels.choice import Defaults, Implementations, choose
 from jaxrl.kernels.visibility import Visibility
 from sharding import Rules
 
@@ -23,7 +23,7 @@ IMPLEMENTATIONS: Implementations = {
     "splash": "jaxrl.kernels.attention.splash:attention_splash",
     "triton": "jaxrl.kernels.attention.triton:attention_triton",
 }
-DEFAULTS = {
+DEFAULTS: Defaults = {
     "cpu": ("blockwise", "bitwise equal to decode over pages"),
     "gpu": ("triton", "Pallas kernels that keep scores on the chip"),
     "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
@@ -53,23 +53,11 @@ def attention(
     is config.model.attention; None or "auto" selects by backend and shapes. Raises ValueError if
     the number of query heads does not divide over the devices that share them.
     """
-    defaults = DEFAULTS
-    if q.shape[1] > MAX_LEN:
-        reason = f"plain XLA, because 'splash' does not support rows of {q.shape[1]} tokens"
-        defaults = defaults | {"tpu": ("blockwise", reason)}
-    if why := unsupported_by_triton(q):
-        other = "shared prefixes" if visibility else unsupported_by_cudnn(q, window, spec.softcap)
-        if other := other or unsupported_gpu():
-            reason = f"plain XLA: 'triton' does not support {why}, and 'cudnn' not {other}"
-            defaults = defaults | {"gpu": ("blockwise", reason)}
-        else:
-            reason = f"because 'triton' does not support {why}"
-            defaults = defaults | {"gpu": ("cudnn", reason)}
     attend = choose(
         "config.model.attention",
         implementation,
         implementations=IMPLEMENTATIONS,
-        defaults=defaults,
+        defaults=attention_defaults(q, spec=spec, window=window, shared=visibility is not None),
     )
     rules, inside = spec.rules, spec.rules.whole_rows()
     k, v = (_repeat_kv_heads(x, q.shape[2], rules) for x in (k, v))
@@ -81,6 +69,29 @@ def attention(
         inner = dataclasses.replace(spec, rules=inside)
         out = attend(q, k, v, spec=inner, segments=segments, window=window, visibility=visibility)
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))
+
+
+def attention_defaults(
+    q: jax.Array,
+    *,
+    spec: AttentionSpec,
+    window: int | jax.Array,
+    shared: bool,
+) -> Defaults:
+    """The implementation for each backend, for these queries; `shared` prefixes or not."""
+    defaults = DEFAULTS
+    if q.shape[1] > MAX_LEN:
+        reason = f"plain XLA, because 'splash' does not support rows of {q.shape[1]} tokens"
+        defaults = defaults | {"tpu": ("blockwise", reason)}
+    if why := unsupported_by_triton(q):
+        other = "shared prefixes" if shared else unsupported_by_cudnn(q, window, spec.softcap)
+        if other := other or unsupported_gpu():
+            reason = f"plain XLA: 'triton' does not support {why}, and 'cudnn' not {other}"
+            defaults = defaults | {"gpu": ("blockwise", reason)}
+        else:
+            reason = f"because 'triton' does not support {why}"
+            defaults = defaults | {"gpu": ("cudnn", reason)}
+    return defaults
 
 
 def _repeat_kv_heads(

@@ -11,6 +11,7 @@ combined by the logs of their softmax denominators, in float32, and stored in th
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,11 +73,21 @@ def check_row_len(n_tokens: int) -> None:
         )
 
 
+def scaled(k: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Keys by which the kernel, which has no scale, gives scores q kᵀ * scale.
+
+    There are fewer of them than queries.
+    """
+    return (k.astype(jnp.float32) * spec.scale).astype(k.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class SplashBlocks:
-    """Attention of queries to one range of keys each; queries are scaled before.
+    """Attention of queries to one range of keys each; keys are scaled before.
 
-    Arrays are [B, N, T, H]. A `BlockKernel` of ring attention.
+    A call takes the B rows of a device as one array [N, M, H] with M = B * T; the ranges are places
+    in the rows. `forward` and `backward` make it a `BlockKernel` of ring attention, with arrays
+    [B, N, T, H].
     """
 
     spec: AttentionSpec
@@ -86,66 +97,103 @@ class SplashBlocks:
 
     def forward(self, q, k, v, first, last) -> tuple[jax.Array, jax.Array]:
         """(mean like q, log Σ exp(score) [B, N, T]); zeros and MASKED without visible keys."""
-        return lax.map(lambda row: self.forward_row(*row), (q, k, v, first, last))
 
-    def forward_row(self, q, k, v, first, last) -> tuple[jax.Array, jax.Array]:
-        """`forward` of one row; arrays without B."""
-        kernel = make_kernel(self.spec, self.interpret, first, last, save_residuals=True)
-        out, (norm,) = kernel(q, k, v)
+        def attend(rows):
+            (q, k, v), (first, last) = (_join(x) for x in rows[:3]), rows[3:]
+            means = self.forward_rows(q, k, v, first, last)
+            return tuple(_split(x, len(first)) for x in means)
+
+        return _by_groups(attend, (q, k, v, first, last))
+
+    def forward_rows(self, q, k, v, first, last) -> tuple[jax.Array, jax.Array]:
+        """`forward` of arrays [N, M, H]."""
+        out, norm = self.means(q, k, v, first, last)
         seen = norm > MASKED  # else the mean is that of all keys, or 0 / 0
         return jnp.where(seen[..., None], out, 0), jnp.where(seen, norm, MASKED)
+
+    def means(self, q, k, v, first, last) -> tuple[jax.Array, jax.Array]:
+        """`forward_rows` of queries that all see a key."""
+        kernel = make_kernel(self.spec, self.interpret, first, last, save_residuals=True)
+        out, (norm,) = kernel(q, k, v)
+        return out, norm
 
     def backward(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
         """Contribution of these keys to (dq, dk, dv); `out` and `norm` are of all keys."""
         # Padding after the row has no gradient, but its denominator must be finite.
         norm = jnp.where(norm > MASKED, norm, 0.0)
-        rows = q, k, v, out, norm, d_out, first, last
-        return lax.map(lambda row: self.backward_row(*row), rows)
 
-    def backward_row(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
-        """`backward` of one row, with finite `norm`."""
+        def attend(rows):
+            q, k, v, out, norm, d_out = (_join(x) for x in rows[:6])
+            first, last = rows[6:]
+            grads = self.backward_rows(q, k, v, out, norm, d_out, first, last)
+            return tuple(_split(x, len(first)) for x in grads)
+
+        return _by_groups(attend, (q, k, v, out, norm, d_out, first, last))
+
+    def backward_rows(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
+        """`backward` of arrays [N, M, H], with finite `norm`."""
         kernel = make_kernel(self.spec, self.interpret, first, last)
         saved = q, k, v, None, None, out, norm, kernel.dq_mask_info, kernel.dkv_mask_info
         # The library has no public backward pass with given denominators.
         return splash._splash_attention_bwd(**kernel.kwargs, res=saved, do=d_out)[3:6]
 
 
+def _join(x: jax.Array) -> jax.Array:
+    """[B, N, T, ...] -> [N, B * T, ...]"""
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+
+def _split(x: jax.Array, n_rows: int) -> jax.Array:
+    """[N, B * T, ...] -> [B, N, T, ...]"""
+    return x.reshape(x.shape[0], n_rows, -1, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _by_groups(attend: Callable[[Any], Any], rows: Any) -> Any:
+    """`attend(rows)`, arrays [B, ...] of which the last is [B, T], for MAX_LEN tokens at a time."""
+    B, T = jax.tree.leaves(rows)[-1].shape
+    n = max(n for n in range(1, B + 1) if B % n == 0 and (n == 1 or n * T <= MAX_LEN))
+    if n == B:
+        return attend(rows)
+    groups = jax.tree.map(lambda a: a.reshape(B // n, n, *a.shape[1:]), rows)
+    return jax.tree.map(lambda a: a.reshape(B, *a.shape[2:]), lax.map(attend, groups))
+
+
 def _local_attention(kernel: SplashBlocks, q, k, v, segments, window, visibility):
     T = q.shape[1]
     ranges = KeyRanges.of(segments, window, visibility, multiple=kernel.block)
-    q = (q.astype(jnp.float32) * kernel.spec.scale).astype(q.dtype)
+    k = scaled(k, kernel.spec)
+    # Padding sees only padding, so its mean is zero.
+    v = jnp.where(segments[:, :, None, None] > 0, v, 0)
     q, k, v = (pad_axis(x, 1, kernel.block).swapaxes(1, 2) for x in (q, k, v))
-    attend = _row if visibility is None else _tree_row
-    out = lax.map(functools.partial(attend, kernel), (q, k, v, ranges))
-    return jnp.where(segments[:, :, None, None] > 0, out.swapaxes(1, 2)[:, :T], 0)
+
+    def attend(rows):
+        (q, k, v), ranges = (_join(x) for x in rows[:3]), rows[3]
+        of_rows = _one_range if visibility is None else _attend_to_tree
+        return _split(of_rows(kernel, q, k, v, ranges), len(ranges.first))
+
+    return _by_groups(attend, (q, k, v, ranges)).swapaxes(1, 2)[:, :T]
 
 
-def _row(kernel: SplashBlocks, row):
-    """(q [N, T, H], k and v [K, T, H], ranges of one level) -> [N, T, H]"""
-    q, k, v, ranges = row
+def _one_range(kernel: SplashBlocks, q, k, v, ranges: KeyRanges) -> Any:
+    """(q [N, M, H], k and v [K, M, H], ranges of one level) -> [N, M, H]"""
     return make_kernel(kernel.spec, kernel.interpret, ranges.first, ranges.last)(q, k, v)
-
-
-def _tree_row(kernel: SplashBlocks, row):
-    """(q [N, T, H], k and v [K, T, H], ranges) -> [N, T, H]"""
-    return _attend_to_tree(kernel, *row)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_to_tree(kernel: SplashBlocks, q, k, v, ranges: KeyRanges):
+    """(q [N, M, H], k and v [K, M, H], ranges) -> [N, M, H]"""
     return _tree_forward(kernel, q, k, v, ranges)[0]
 
 
 def _tree_forward(kernel: SplashBlocks, q, k, v, ranges: KeyRanges):
-    def attend(ranges: KeyRanges):
-        return kernel.forward_row(q, k, v, ranges.first, ranges.last)
-
     def add(ranges: KeyRanges, so_far):
-        (out, norm), (more, more_norm) = so_far, attend(ranges)
+        more, more_norm = kernel.forward_rows(q, k, v, ranges.first, ranges.last)
+        out, norm = so_far
         out, norm = combine(out, norm, more, more_norm)
         return out.astype(q.dtype), norm  # exact up to the second level
 
-    out, norm = checkpoint_name(ranges.fold(add, attend(ranges)), SAVED_NAME)
+    own = kernel.means(q, k, v, ranges.first, ranges.last)
+    out, norm = checkpoint_name(ranges.fold(add, own), SAVED_NAME)
     return out, (q, k, v, ranges, out, norm)
 
 
@@ -153,7 +201,7 @@ def _tree_backward(kernel: SplashBlocks, saved, d_out):
     q, k, v, ranges, out, norm = saved
 
     def backward(ranges: KeyRanges):
-        return kernel.backward_row(q, k, v, out, norm, d_out, ranges.first, ranges.last)
+        return kernel.backward_rows(q, k, v, out, norm, d_out, ranges.first, ranges.last)
 
     def add(ranges: KeyRanges, grads):
         return jax.tree.map(jnp.add, grads, backward(ranges))
@@ -167,24 +215,30 @@ _attend_to_tree.defvjp(_tree_forward, _tree_backward)
 def make_kernel(
     spec: AttentionSpec,
     interpret: bool,
-    first: Int[Array, "T"],
-    last: Int[Array, "T"],
+    first: Int[Array, "B T"],
+    last: Int[Array, "B T"],
     *,
     save_residuals: bool = False,
 ) -> splash.SplashAttentionKernel:
-    """Splash attention of queries that see the keys from `first` to `last`; none if first > last.
+    """Splash attention [N, B * T, H] of rows whose queries see their row's keys first to last.
 
-    There are as many keys as queries. With `save_residuals` it also returns the logs of the softmax
-    denominators, and has no backward pass.
+    They see none if first > last. There are as many keys as queries. With `save_residuals` it also
+    returns the logs of the softmax denominators, and has no backward pass.
     """
-    T = first.shape[0]
+    B, T = first.shape
     block = next(b for b in BLOCKS if T % b == 0)
     visible = seen_by_ranges(first, last, block=block, n_keys=T)
     next_keys, next_queries = _block_schedule(visible)
-    ranges: Any = jnp.where(first > last, 1 << POSITION_BITS, first << POSITION_BITS | last)
+    start = T * jnp.arange(B, dtype=jnp.int32)[:, None]
+    ends = (first + start) << POSITION_BITS | (last + start)
+    ranges: Any = jnp.where(first > last, 1 << POSITION_BITS, ends).reshape(-1)
 
-    def mask(following):
-        visited = visible.astype(jnp.int32)
+    # A block visits the n blocks of the same row: a grid of n B x n pairs, or of n x n B.
+    visited = visible.astype(jnp.int32)
+    by_query = visited.reshape(next_keys.shape)
+    by_key = visited.swapaxes(0, 1).reshape(next_queries.shape)
+
+    def mask(following, visited):
         return MaskInfo(following[None], None, visited[None], None, ranges)  # shared by all heads
 
     sizes = splash.BlockSizes(
@@ -196,9 +250,9 @@ def make_kernel(
         block_kv_dkv=block,
     )
     return splash.SplashAttentionKernel(
-        mask(next_keys),
-        mask(next_keys),
-        mask(next_queries),
+        mask(next_keys, by_query),
+        mask(next_keys, by_query),
+        mask(next_queries, by_key),
         block_sizes=sizes,
         is_mqa=False,
         save_residuals=save_residuals,
@@ -210,21 +264,23 @@ def make_kernel(
     )
 
 
-def _block_schedule(visible: Bool[Array, "n n"]) -> tuple[jax.Array, jax.Array]:
-    """(next_keys, next_queries), int32 [n, n]: the blocks to prefetch while pairs are skipped.
+def _block_schedule(visible: Bool[Array, "B n n"]) -> tuple[jax.Array, jax.Array]:
+    """(next_keys [B * n, n], next_queries [n, B * n]): blocks to prefetch while pairs are skipped.
 
-    `visible` says which query blocks visit which key blocks. The forward pass visits the pairs row
-    by row, and prefetches the key block of the next one. The backward pass for keys visits them
-    column by column, for all heads of a column before the next: it prefetches the next query block
-    of the column, or else its first.
+    `visible` says which query blocks of a row visit which of its key blocks; blocks are numbered
+    through the rows. The forward pass visits the pairs query block by query block, and prefetches
+    the key block of the next one. The backward pass for keys visits them key block by key block,
+    for all heads of one before the next: it prefetches the next query block of this key block, or
+    else its first.
     """
-    n = visible.shape[0]
-    i, j = (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
-    following = jnp.where(visible, i * n + j, n * n - 1).reshape(-1)
-    next_keys = lax.cummin(following, reverse=True).reshape(n, n) % n
-    below = lax.cummin(jnp.where(visible, i, n), axis=0, reverse=True)
-    next_queries = jnp.where(below < n, below, jnp.minimum(below[:1], n - 1))
-    return next_keys, next_queries
+    B, n, _ = visible.shape
+    b, i, j = (lax.broadcasted_iota(jnp.int32, visible.shape, axis) for axis in range(3))
+    following = jnp.where(visible, (b * n + i) * n + j, B * n * n - 1).reshape(-1)
+    following = lax.cummin(following, reverse=True)
+    next_keys = following // (n * n) * n + following % n
+    below = lax.cummin(jnp.where(visible, i, n), axis=1, reverse=True)
+    next_queries = b * n + jnp.where(below < n, below, jnp.minimum(below[:, :1], n - 1))
+    return next_keys.reshape(B * n, n), next_queries.swapaxes(0, 1).reshape(n, B * n)
 
 
 def _is_visible(ranges: jax.Array, key: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.kernels.choice import Implementations, choose
+from jaxrl.kernels.choice import Defaults, Implementations, choose
 from jaxrl.kernels.gated_delta.chunked import CHUNK, gated_delta_chunked
 from jaxrl.kernels.gated_delta.convolution import convolve
 from jaxrl.kernels.gated_delta.limits import unsupported_by_mosaic, unsupported_by_triton
@@ -25,7 +25,7 @@ STEPS: Implementations = {
     "triton": "jaxrl.kernels.gated_delta.step_gpu:gated_delta_step_gpu",
     "xla": gated_delta_step_xla,
 }
-DEFAULTS = {
+DEFAULTS: Defaults = {
     "cpu": ("xla", "plain XLA"),
     "gpu": ("triton", "a Pallas kernel that reads the state once"),
     "tpu": ("mosaic", "a Pallas kernel that reads the state once"),
@@ -155,6 +155,16 @@ def _apply_step(step: Callable, args: tuple, rules: Rules) -> tuple:
 
 
 def _choose_step(implementation: str | None, T: int, D: int, V: int) -> Callable:
+    return choose(
+        "config.model.gated_delta",
+        implementation,
+        implementations=STEPS,
+        defaults=step_defaults(T, D, V),
+    )
+
+
+def step_defaults(T: int, D: int, V: int) -> Defaults:
+    """The implementation for each backend, for a step of T tokens and states [D, V]."""
     defaults = DEFAULTS
     if why := unsupported_by_triton(T, D, V):
         reason = f"plain XLA, because 'triton' does not support {why}"
@@ -162,9 +172,7 @@ def _choose_step(implementation: str | None, T: int, D: int, V: int) -> Callable
     if why := unsupported_by_mosaic(T, D, V):
         reason = f"plain XLA, because 'mosaic' does not support {why}"
         defaults = defaults | {"tpu": ("xla", reason)}
-    return choose(
-        "config.model.gated_delta", implementation, implementations=STEPS, defaults=defaults
-    )
+    return defaults
 
 
 def causal_conv(

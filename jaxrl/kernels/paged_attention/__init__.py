@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.choice import Implementations, choose
+from jaxrl.kernels.choice import Defaults, Implementations, choose
 from jaxrl.kernels.paged_attention.columns import paged_attention_columns
 from jaxrl.kernels.paged_attention.limits import unsupported_by_ragged, unsupported_by_triton
 from jaxrl.kernels.paged_attention.pages import Pages, write_pages
@@ -21,7 +21,7 @@ IMPLEMENTATIONS: Implementations = {
     "ragged": "jaxrl.kernels.paged_attention.ragged:paged_attention_ragged",
     "triton": "jaxrl.kernels.paged_attention.triton:paged_attention_triton",
 }
-DEFAULTS = {
+DEFAULTS: Defaults = {
     "cpu": ("columns", "bitwise equal to training attention"),
     "gpu": ("triton", "a Pallas kernel that reads only each row's pages"),
     "tpu": ("ragged", "a Pallas kernel that reads only each row's pages"),
@@ -45,20 +45,11 @@ def paged_attention(
     query's own key has been written before. A position of -1 is padding and gives zeros.
     `implementation` is config.model.paged_attention; None or "auto" selects by backend and pages.
     """
-    defaults = DEFAULTS
-    if why := unsupported_by_ragged(k_pages, page_table):
-        defaults = defaults | {
-            "tpu": ("columns", f"plain XLA, because 'ragged' does not support {why}")
-        }
-    if why := unsupported_by_triton(k_pages):
-        defaults = defaults | {
-            "gpu": ("columns", f"plain XLA, because 'triton' does not support {why}")
-        }
     attend = choose(
         "config.model.paged_attention",
         implementation,
         implementations=IMPLEMENTATIONS,
-        defaults=defaults,
+        defaults=paged_defaults(k_pages, page_table),
     )
     with jax.named_scope("paged_attention"):
         return attend(
@@ -70,3 +61,15 @@ def paged_attention(
             positions=positions,
             window=window,
         )
+
+
+def paged_defaults(k_pages: Pages, page_table: jax.Array) -> Defaults:
+    """The implementation for each backend, for these pages."""
+    defaults = DEFAULTS
+    if why := unsupported_by_ragged(k_pages, page_table):
+        reason = f"plain XLA, because 'ragged' does not support {why}"
+        defaults = defaults | {"tpu": ("columns", reason)}
+    if why := unsupported_by_triton(k_pages):
+        reason = f"plain XLA, because 'triton' does not support {why}"
+        defaults = defaults | {"gpu": ("columns", reason)}
+    return defaults

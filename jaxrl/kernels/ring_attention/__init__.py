@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.limits import MAX_LEN, unsupported_by_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.choice import Implementations, choose
+from jaxrl.kernels.choice import Defaults, Implementations, choose
 from jaxrl.kernels.ring_attention.blockwise import ring_blockwise
 from jaxrl.kernels.ring_attention.reference import ring_reference
 from jaxrl.kernels.visibility import Visibility
@@ -16,7 +16,7 @@ IMPLEMENTATIONS: Implementations = {
     "splash": "jaxrl.kernels.ring_attention.splash:ring_splash",
     "triton": "jaxrl.kernels.ring_attention.triton:ring_triton",
 }
-DEFAULTS = {
+DEFAULTS: Defaults = {
     "cpu": ("blockwise", "plain XLA"),
     "gpu": ("triton", "Pallas kernels that keep scores on the chip"),
     "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
@@ -40,18 +40,23 @@ def ring_attention(
     visit all others. Causality, segments, windows and `visibility` follow the order of the row.
     `implementation` is config.model.attention; None or "auto" selects by backend and shapes.
     """
-    defaults, n_tokens = DEFAULTS, q.shape[1] // spec.rules.ring_size
+    attend = choose(
+        "config.model.attention",
+        implementation,
+        implementations=IMPLEMENTATIONS,
+        defaults=ring_defaults(q, q.shape[1] // spec.rules.ring_size),
+    )
+    with jax.named_scope("ring_attention"):
+        return attend(q, k, v, spec=spec, segments=segments, window=window, visibility=visibility)
+
+
+def ring_defaults(q: jax.Array, n_tokens: int) -> Defaults:
+    """The implementation for each backend, for these queries with `n_tokens` on each device."""
+    defaults = DEFAULTS
     if n_tokens > MAX_LEN:
         reason = f"plain XLA, because 'splash' does not support {n_tokens} tokens per device"
         defaults = defaults | {"tpu": ("blockwise", reason)}
     if why := unsupported_by_triton(q):
         reason = f"plain XLA, because 'triton' does not support {why}"
         defaults = defaults | {"gpu": ("blockwise", reason)}
-    attend = choose(
-        "config.model.attention",
-        implementation,
-        implementations=IMPLEMENTATIONS,
-        defaults=defaults,
-    )
-    with jax.named_scope("ring_attention"):
-        return attend(q, k, v, spec=spec, segments=segments, window=window, visibility=visibility)
+    return defaults

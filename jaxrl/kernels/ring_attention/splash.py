@@ -2,10 +2,9 @@
 
 import functools
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.splash import SplashBlocks, check_row_len
+from jaxrl.kernels.attention.splash import SplashBlocks, check_row_len, scaled
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.ring_attention.block_kernel import ranges_of_rows, ring_in_blocks
@@ -33,11 +32,10 @@ def ring_splash(
         check_platform("config.model.attention", "splash", "tpu")
     check_row_len(q.shape[1] // spec.rules.ring_size)
     attend = functools.partial(ring_in_blocks, SplashBlocks(spec, interpret))
-    q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)
     return shard_ring(
         attend,
         q,
-        k,
+        scaled(k, spec),
         v,
         spec=spec,
         segments=segments,

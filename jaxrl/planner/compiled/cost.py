@@ -45,6 +45,7 @@ class Cost:
     )
     bytes_accessed: float = 0.0  # of HBM
     l2_bytes: float = 0.0  # that kernels read again from a cache that holds them
+    estimated_cycles: float = 0.0  # of a TPU core by its compiler, of the kernels that have some
     host_bytes: float = 0.0  # copied from or to host memory
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)  # counted once
@@ -84,10 +85,11 @@ def program_cost(
 class _Work:
     """The work of one kernel, and the collectives inside it."""
 
+    bytes: float  # of HBM
+    cycles: float  # as in Kernel
     flops: dict[str, float] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(float)
     )
-    bytes: float = 0.0  # of HBM
     l2_bytes: float = 0.0
     steps: list[HloStep] = dataclasses.field(default_factory=list)
 
@@ -110,7 +112,7 @@ class _CostVisitor:
             elif one.opcode in CALL_OPCODES:
                 steps += _started(one, self.computation(_called(one, inside), times, loops))
             elif one.opcode in ("fusion", "fusion-start"):
-                work = _Work(bytes=self._fusion_bytes(one, inside))
+                work = _Work(self._fusion_bytes(one, inside), one.estimated_cycles)
                 self._fused(one.called("calls") or "", times, loops, work)
                 steps += [*work.steps, self._kernel(work, times)]
             elif kind := _kind(one):
@@ -118,7 +120,7 @@ class _CostVisitor:
             elif one.opcode.endswith("-done"):
                 steps.append(HloDone(one.operands[0]))
             elif one.opcode not in FREE_OPCODES and not one.opcode.endswith("-update"):
-                work = _Work(bytes=_bytes(one, inside))
+                work = _Work(_bytes(one, inside), one.estimated_cycles)
                 self._instruction(one, inside, work)
                 self.cost.host_bytes += times * _host_bytes(one, inside)
                 steps.append(self._kernel(work, times))
@@ -130,7 +132,8 @@ class _CostVisitor:
             self.cost.flops[dtype] += times * flops
         self.cost.bytes_accessed += times * work.bytes
         self.cost.l2_bytes += times * work.l2_bytes
-        return Kernel(dict(work.flops), work.bytes)
+        self.cost.estimated_cycles += times * work.cycles
+        return Kernel(dict(work.flops), work.bytes, work.cycles)
 
     def _loop(self, loop: Instruction, inside: Computation, times: float, loops) -> Loop:
         trips = self.module.trip_count(loop, inside)
@@ -155,6 +158,7 @@ class _CostVisitor:
             self.cost.flops[dtype] += flops
         self.cost.bytes_accessed += cheapest.bytes_accessed
         self.cost.l2_bytes += cheapest.l2_bytes
+        self.cost.estimated_cycles += cheapest.estimated_cycles
         for branch in branches:
             self.cost.collectives += branch.collectives
             self.cost.unknown_loops += branch.unknown_loops

@@ -17,6 +17,7 @@ NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 FAST_MEMORY = re.compile(r"S\((?!0\))\d+\)")  # on-chip memory, not HBM
 HOST_MEMORY = "S(5)"
+NO_ESTIMATE = 2**63 - 1  # that the TPU compiler writes for kernels that it cannot estimate
 # A kernel's metadata span several lines.
 CONTINUED = re.compile(r'\n(?="|}[^\n])')
 
@@ -77,6 +78,12 @@ class Instruction:
         """The identity of a collective in all fusions that a TPU's compiler splits it over."""
         match = re.search(r"channel_id=(\d+)", self.attributes)
         return f"channel {match[1]}" if match else self.name
+
+    @property
+    def estimated_cycles(self) -> float:
+        """Clock cycles of a TPU core by the compiler's own estimate; 0 if it has none."""
+        match = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return float(match[1]) if match and int(match[1]) < NO_ESTIMATE else 0.0
 
     @property
     def target(self) -> str:

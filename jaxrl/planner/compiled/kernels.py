@@ -66,10 +66,12 @@ def attention_work(
         return None
     products, q_index, reread = BLOCK_WORK[match[0]]
     per_block, q = operands[0], operands[q_index]
-    T = q.dims[1]  # of [N, T, H] (splash: one row) or [B, T, N, H]
-    block = T / per_block.dims[1]
+    T = q.dims[1]  # of [N, T, H] (splash: all rows of the device) or [B, T, N, H]
+    # Blocks, [B, n]; splash: the pairs of each of its blocks with the n blocks of the row.
+    n_blocks, n_in_row = max(per_block.dims[1:]), min(per_block.dims[1:])
+    block = T / n_blocks
     visited = BLOCK if match[1] == "packed_attention" else block
-    visits = min(keys + (block + visited) / 2, (T + block) / 2)
+    visits = min(keys + (block + visited) / 2, (n_in_row + 1) * block / 2)
     macs = math.prod(q.dims) * visits  # of one matrix product
     sizes = [operands[i].bytes / math.prod(operands[i].dims) for i in reread if operands[i].in_hbm]
     flops, read_again = 2 * products * macs, sum(sizes) * macs / block

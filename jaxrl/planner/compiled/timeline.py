@@ -1,13 +1,13 @@
 """The work of a compiled program in its scheduled order, and what it takes one after the other.
 
-The ideal time of a program (planner/plan.py) takes the maximum of computing, memory traffic and
-collectives, as if all of them overlapped. This module gives the other end: every kernel waits for
-the one before it, and a collective is covered only by the kernels that the compiler scheduled
+The ideal time of a program (planner/call_times.py) takes the maximum of computing, memory traffic
+and collectives, as if all of them overlapped. This module gives the other end: every kernel waits
+for the one before it, and a collective is covered only by the kernels that the compiler scheduled
 between its start and its end.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compiled.hlo import HloShape
@@ -33,11 +33,16 @@ class Kernel:
 
     flops: Mapping[str, float]  # of matrix products, by operand dtype
     bytes: float  # of HBM
+    cycles: float = 0.0  # by the TPU compiler's own estimate; 0 if it has none
 
     def seconds(self, chip: Chip) -> float:
         """The larger of its arithmetic and its memory traffic at peak rates."""
         compute = sum((flops / chip.rate(dtype) for dtype, flops in self.flops.items()), 0.0)
         return max(compute, self.bytes / chip.memory_bytes_per_s)
+
+    def compiler_seconds(self, chip: Chip) -> float:
+        """The compiler's estimate, or `seconds` if it has none."""
+        return self.cycles / chip.clock_hz if self.cycles and chip.clock_hz else self.seconds(chip)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +73,7 @@ HloStep = Kernel | HloStart | HloDone | Loop
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of one call of a program at peak rates, with kernels one after the other."""
+    """Seconds of one call of a program with kernels one after the other."""
 
     kernels_s: float
     collectives_s: Mapping[str, float]  # by kind
@@ -97,9 +102,13 @@ def collective_seconds(one: Collective, chip: Chip) -> float:
     return one.times * rounds * one.bytes * (one.n_devices - 1) / one.n_devices / rate
 
 
-def times(steps: Sequence[HloStep], chip: Chip) -> Times:
+def times(
+    steps: Sequence[HloStep],
+    chip: Chip,
+    kernel_seconds: Callable[[Kernel, Chip], float] = Kernel.seconds,
+) -> Times:
     """The times of a program's steps; collectives share one link and queue for it."""
-    clock = _Clock(chip)
+    clock = _Clock(chip, kernel_seconds)
     kernels_s = clock.run(steps, 1.0)
     return Times(kernels_s, clock.collectives_s, clock.exposed_s)
 
@@ -107,8 +116,8 @@ def times(steps: Sequence[HloStep], chip: Chip) -> Times:
 class _Clock:
     """Simulates the kernels and the link of one device. A loop is simulated once."""
 
-    def __init__(self, chip: Chip):
-        self.chip = chip
+    def __init__(self, chip: Chip, kernel_seconds: Callable[[Kernel, Chip], float]):
+        self.chip, self.kernel_seconds = chip, kernel_seconds
         self.collectives_s: dict[str, float] = {}
         self.exposed_s: dict[str, float] = {}
 
@@ -118,7 +127,7 @@ class _Clock:
         running: dict[str, tuple[str, float, float]] = {}  # (kind, start, end) on the link
         for step in steps:
             if isinstance(step, Kernel):
-                seconds = step.seconds(self.chip)
+                seconds = self.kernel_seconds(step, self.chip)
             elif isinstance(step, Loop):
                 seconds = step.trips * self.run(step.steps, executions * step.trips)
             elif isinstance(step, HloStart):

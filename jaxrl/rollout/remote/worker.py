@@ -23,6 +23,7 @@ from jaxrl.rollout.remote.work import (
     model_digest,
     refusal,
 )
+from jaxrl.runtime.backend import open_backend
 from jaxrl.runtime.multihost import initialize
 from jaxrl.runtime.ray_cluster import free_address
 from jaxrl.runtime.versions import versions
@@ -62,7 +63,7 @@ class RolloutWorker:
         if distributed is not None:
             initialize(distributed)
         found: WorkerSettings = pickle.loads(settings)
-        if (platform := jax.default_backend()) != found.platform:
+        if (platform := open_backend()) != found.platform:
             return Registration(
                 refused=f"{socket.gethostname()}: JAX runs on {platform} on the worker and on "
                 f"{found.platform} in the trainer"

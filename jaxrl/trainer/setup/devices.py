@@ -12,6 +12,7 @@ from jaxrl.config.checks.memory import offload_keys
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
 from jaxrl.layout import split_devices, training_mesh
+from jaxrl.learner.xla import check_options
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
@@ -27,6 +28,7 @@ from jaxrl.planner.check import (
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.sizes import Job
+from jaxrl.runtime.backend import open_backend
 from jaxrl.runtime.host_memory import keep_freed_memory, physical_memory
 from jaxrl.runtime.multihost import check_all_joined
 from jaxrl.tracking.progress import Progress
@@ -45,11 +47,15 @@ class Policy:
 
 
 def open_policy(host: HostSide) -> Policy:
-    """Opens the backend and sets the mesh of training."""
+    """Opens the backend and sets the mesh of training.
+
+    Raises ValueError if the compiler does not know an option of config.learner.xla.
+    """
     session, cfg, stack = host.session, host.session.cfg, host.session.stack
     dtype, decoder = start_devices(cfg, host.models.decoder, session.progress)
     mesh = training_mesh(cfg)
     stack.enter_context(jax.set_mesh(mesh))
+    check_options(cfg.learner.xla)
     rollout = split_devices(cfg, jax.devices())[1]
     if rollout and mesh.is_multi_process:
         stack.enter_context(hosts.exchange_on(mesh.devices.flatten().tolist()))
@@ -100,11 +106,11 @@ def start_devices(
     cfg: RunConfig, decoder: DecoderConfig, progress: Progress
 ) -> tuple[jnp.dtype, DecoderConfig]:
     """Opens the backend. Returns (dtype, decoder) with "auto" values resolved for its platform."""
+    backend = open_backend()
     check_all_joined()
     check_devices(cfg, jax.device_count(), jax.process_count())
     if keys := offload_keys(cfg):
         check_host_memory(keys)
-    backend = jax.default_backend()
     if backend == "cpu":
         keep_freed_memory()
     dtype, decoder = for_platform(cfg, decoder, backend)

@@ -16,7 +16,7 @@ import jax
 from jaxrl.algorithms.user_rows import check_user_rows
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.saved import blocking_differences, from_json, to_json
-from jaxrl.runtime.compilation import CompileWatch
+from jaxrl.runtime.compilation import CompileWatch, open_cache
 from jaxrl.runtime.folder_lock import FolderLock, lock_folder
 from jaxrl.runtime.multihost import join
 from jaxrl.runtime.ray_cluster import connect, import_ray
@@ -45,7 +45,7 @@ class Session:
 
 def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
     """Joins the process group, locks the run folder and checks the config against both."""
-    set_compilation_cache(cfg)
+    cache_problem = open_cache(cfg.compilation_cache)
     join(cfg)
     with hosts.raise_together():
         check_loggers(cfg.log)
@@ -54,6 +54,8 @@ def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
     watch = CompileWatch(progress.compiled)
     stack.callback(watch.detach)
     progress.status(f"run folder {cfg.run_path}")
+    if cache_problem:
+        progress.status(f"warning: {cache_problem}")
     check_processes(cfg)
     check_user_rows(cfg)
     with hosts.raise_together():
@@ -61,12 +63,6 @@ def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
     with hosts.main_process_first():
         cfg = open_folder(cfg)
     return Session(cfg, stack, StopFlag(), progress, watch, lock, ray)
-
-
-def set_compilation_cache(cfg: RunConfig) -> None:
-    """Sets the folder of the persistent compilation cache. Call before the first compilation."""
-    cache = Path(cfg.compilation_cache or "~/.cache/jaxrl/xla").expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def check_processes(cfg: RunConfig) -> None:

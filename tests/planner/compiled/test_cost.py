@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.planner.compiled.cost import program_cost, replica_group
-from jaxrl.planner.compiled.hlo import parse
+from jaxrl.planner.compiled.hlo import HloShape, parse
 from jaxrl.planner.compiled.kernels import (
     attention_work,
     cudnn_work,
@@ -346,6 +346,19 @@ def test_the_work_of_gpu_training_attention_is_known(name, products, operands, r
         cost = program_cost(text, kernels=work)
         assert cost.l2_bytes == cached
         assert cost.bytes_accessed == blind.bytes_accessed + again - cached
+
+
+@pytest.mark.parametrize(
+    ("name", "products", "pairs"), [("fwd", 2, (24, 8)), ("dq", 3, (24, 8)), ("dkv", 4, (8, 24))]
+)
+def test_splash_visits_the_blocks_of_its_own_row(name, products, pairs):
+    N, n, block, H = 4, 8, 512, 128
+    q = HloShape("bf16", (N, 3 * n * block, H))  # three rows
+    schedule = HloShape("s32", (1, *pairs))
+    operands = [schedule, *[q] * 6] if name == "dkv" else [schedule, schedule, *[q] * 5]
+    for keys, visits in ((256.0, 256 + 512), (2048.0, 4.5 * 512)):  # half a row; half of all pairs
+        work = attention_work(f"splash_mha_{name}", operands, [q], keys)
+        assert work.flops == 2 * products * N * 3 * n * block * visits * H
 
 
 @pytest.mark.parametrize(("name", "products"), [("fwd", 2), ("bwd", 5)])

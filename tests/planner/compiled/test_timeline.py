@@ -89,6 +89,48 @@ ENTRY %main (x: f32[2], w: f32[4]) -> f32[4] {
     )
 
 
+def test_a_kernel_has_the_cycles_that_the_tpu_compiler_estimates():
+    text = """
+%double (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %d = f32[4]{0} add(%p, %p), backend_config={"window_config":{"estimated_cycles":"7"}}
+}
+
+%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %s = (s32[], f32[4]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[4]{0} get-tuple-element(%s), index=1
+  %f = f32[4]{0} fusion(%x), calls=%double, backend_config={"estimated_cycles":"300","n":[]}
+  %one = s32[] constant(1)
+  %n = s32[] add(%i, %one), backend_config={"window_config":{"estimated_cycles":"20"}}
+  ROOT %t = (s32[], f32[4]) tuple(%n, %f)
+}
+
+%more (s: (s32[], f32[4])) -> pred[] {
+  %s.1 = (s32[], f32[4]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s.1), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i.1, %three), direction=LT
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x.1 = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %first = (s32[], f32[4]) tuple(%zero, %x.1)
+  %loop = (s32[], f32[4]) while(%first), condition=%more, body=%body
+  %y = f32[4]{0} get-tuple-element(%loop), index=1
+  ROOT %k = f32[4]{0} negate(%y), backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+    cost = program_cost(text)
+    assert cost.estimated_cycles == 3 * (300 + 20)  # not those inside the fusion
+    chip = dataclasses.replace(CHIP, clock_hz=10.0)
+    # the negation has no estimate: 32 bytes take 3.2 s
+    by_compiler = times(cost.steps, chip, Kernel.compiler_seconds)
+    assert by_compiler.kernels_s == pytest.approx(3 * (30.0 + 2.0) + 3.2)
+    assert times(cost.steps, CHIP, Kernel.compiler_seconds) == times(cost.steps, CHIP)
+
+
 def test_a_collective_on_a_sparse_core_runs_from_its_update_to_its_end():
     """A gather of rows counts as the rows that it reads, like every kernel."""
     text = """
