@@ -38,10 +38,10 @@ from jaxrl.models.families.entries import WITHOUT_EFFECT
 from jaxrl.models.files.hf_config import FAMILIES, config_path, folder_config, same_model
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.hf_save import save_model
-from jaxrl.models.files.safetensors import map_tensor
+from jaxrl.models.files.safetensors import TensorInfo, map_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors
+from jaxrl.models.files.weight_files import find_tensors, kept_tensors
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import count_params
 from jaxrl.runtime.backend import open_backend
@@ -199,6 +199,13 @@ def check_export(model: LoadedModel) -> CheckRow:
             or name not in after
             or float32_bytes(before[name]) != float32_bytes(after[name])
         )
+        kept = kept_tensors(model.folder) if "vocab" in model.cfg.heads else {}
+        copies = kept_tensors(target)
+        differ += sorted(
+            name
+            for name in kept.keys() | copies.keys()
+            if name not in kept or name not in copies or not same_tensor(kept[name], copies[name])
+        )
         same_config = same_model(folder_config(target), model.cfg)
     if differ:
         shown = ", ".join(differ[:4]) + (", ..." if len(differ) > 4 else "")
@@ -207,11 +214,18 @@ def check_export(model: LoadedModel) -> CheckRow:
         text = "the exported config.json describes another model"
         return CheckRow("export", text, passed=False)
     left_out = sorted(before.keys() - names)
-    note = f"; not part of the model: {', '.join(left_out)}" if left_out else ""
+    note = f"; {len(kept)} more copied unchanged" if kept else ""
+    note += f"; not part of the model: {', '.join(left_out)}" if left_out else ""
     return CheckRow("export", f"{len(names)} tensors equal bit for bit{note}", passed=True)
 
 
-def float32_bytes(info: Any) -> bytes:
+def same_tensor(a: TensorInfo, b: TensorInfo) -> bool:
+    """Whether tensors of two files are equal bit for bit."""
+    same_type = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return same_type and map_tensor(a).tobytes() == map_tensor(b).tobytes()
+
+
+def float32_bytes(info: TensorInfo) -> bytes:
     """The values of a tensor in a file."""
     return np.asarray(map_tensor(info)).astype(np.float32).tobytes()
 

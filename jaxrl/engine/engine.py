@@ -21,12 +21,7 @@ from jaxrl.engine.device.batches import (
     stop_ids,
 )
 from jaxrl.engine.device.decode_loop import DecodeOutput
-from jaxrl.engine.device.kv_pool import (
-    KVPoolSpec,
-    check_speculation,
-    n_state_slots,
-    window_page_counts,
-)
+from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
 from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRunner
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
@@ -430,7 +425,6 @@ def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:
             f"prompt and response may take {max_len} tokens, the model supports {cfg.context_len}; "
             "lower config.data.max_prompt_len or config.data.max_response_len"
         )
-    check_speculation(cfg, rollout)
     for name in ("max_num_seqs", "max_num_batched_tokens", "page_len", "steps_per_dispatch"):
         if (value := getattr(rollout, name)) < 1:
             raise ValueError(f"config.rollout.{name} is {value}; set it to 1 or more")

@@ -51,6 +51,21 @@ class StateCache:
         return jax.tree.map(replace, self, new, _state_specs(rules), is_leaf=_is_list)
 
 
+@struct.dataclass
+class DraftInputs:
+    """Inputs of layers of gated DeltaNet at W tokens of B sequences, of which some are accepted.
+
+    In a list of all layers, or stacked, as `StateCache`.
+    """
+
+    qk: Tree  # [B, W, K, 2 D], before the convolution
+    v: Tree  # [B, W, N, V], before the convolution
+    k: Tree  # [B, W, K, D], of the gated delta rule
+    values: Tree  # [B, W, N, V]
+    g: Tree  # float32 [B, W, N]
+    beta: Tree  # [B, W, N]
+
+
 def _state_specs(rules: Rules) -> StateCache:
     """The sharding of a layer's slots."""
     tail = rules.spec("batch", None, "heads", None)
@@ -83,6 +98,8 @@ class KVCache:
     v: Tree
     states: StateCache | None = None
     joined: JoinedPools | None = struct.field(pytree_node=False, default=None)
+    # While draft tokens are verified (draft_states.py); then layers leave the states as they are.
+    drafts: DraftInputs | None = None
 
     @property
     def page_len(self) -> int:
@@ -139,7 +156,7 @@ class KVCache:
 
         old = KVCache(k=self.k, v=self.v)
         new = jax.tree.map(replace_pages, old, KVCache(k=k, v=v), is_leaf=_is_list)
-        return dataclasses.replace(new, states=self.states)
+        return dataclasses.replace(new, states=self.states, drafts=self.drafts)
 
 
 def _is_list(value: object) -> bool:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl import types
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.gated_delta import gated_delta_step
+from jaxrl.kernels.gated_delta import gated_delta_outputs, gated_delta_step
 from jaxrl.kernels.gated_delta.pool import (
     SlotRows,
     pool_causal_conv,
@@ -19,7 +19,8 @@ from jaxrl.kernels.gated_delta.pool import (
 )
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.kv_cache import KVCache, StateCache, of_layer
+from jaxrl.models.draft_states import keep_drafts
+from jaxrl.models.kv_cache import DraftInputs, KVCache, StateCache, of_layer
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from sharding import Rules
 
@@ -171,6 +172,8 @@ class PagedRows:
 
     def delta(self, qk, v, g, beta, conv, index, state: KVCache):
         assert state.states is not None
+        if state.drafts is not None:
+            return self._verify_delta(qk, v, g, beta, conv, index, state)
         pools, first = state.states.layer_slots(index, self.rules)
         outs = []
         for group, *tokens in zip(
@@ -203,6 +206,23 @@ class PagedRows:
         how["implementation"] = self.step
         out, states = gated_delta_step(q, k, v, g, beta, pools.state, **how)
         return out, StateCache(qk_tails, v_tails, states)
+
+    def _verify_delta(self, qk, v, g, beta, conv, index, state: KVCache):
+        """The outputs at draft tokens, with their inputs in place of the states after them."""
+        assert state.states is not None and state.drafts is not None
+        pools, first = state.states.layer_slots(index, self.rules)
+        (group,), shape = self.groups, v.shape
+        assert group.slots is not None and not isinstance(group.slots, PrefillSlots)
+        qk, v, g, beta = (self._by_group(a, "heads")[0] for a in (qk, v, g, beta))
+        how = dict[str, Any](slots=group.slots + first, live=group.positions >= 0, rules=self.rules)
+        q, k = queries_and_keys(step_causal_conv(qk, conv[0], pools.qk, **how)[0])
+        values, _ = step_causal_conv(v, conv[1], pools.v, **how)
+        out = gated_delta_outputs(
+            q, k, values, g, beta, pools.state, implementation=self.step, **how
+        )
+        inputs = DraftInputs(qk, v, k, values, g, beta)
+        drafts = keep_drafts(state.drafts, inputs, index, self.rules)
+        return self._joined([out], shape), dataclasses.replace(state, drafts=drafts)
 
     def _by_group(self, x: jax.Array, heads: str) -> list[jax.Array]:
         """The tokens of each group, by sequence."""

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import stop_ids
-from jaxrl.engine.device.kv_pool import check_speculation
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout, rollout_layout
 from jaxrl.models.config import DecoderConfig, for_platform
@@ -66,7 +65,6 @@ def open_model(
     cache_problem = open_cache(run.compilation_cache)
     folder = resolve_model(run.model.path, key="--model")
     decoder = model_config(folder)
-    check_speculation(decoder, run.rollout)
     max_len = min(max_len, decoder.context_len)
     lengths = dataclasses.replace(run.data, max_prompt_len=max_len - 1, max_response_len=1)
     run = dataclasses.replace(run, data=lengths)

@@ -11,7 +11,9 @@ from jaxrl.checkpoint.errors import CheckpointError, one_line
 from jaxrl.learner.state import averaged, checkpoint_state
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.adapter import save_adapter
+from jaxrl.models.files.hf_config import config_path
 from jaxrl.models.files.hf_save import save_model
+from jaxrl.models.files.kept_record import warn_of_change
 from jaxrl.report import write_report
 from jaxrl.runtime.folder_lock import FolderLockError
 from jaxrl.tracking.logger import warn
@@ -118,7 +120,10 @@ def export(core: Core) -> None:
 
     The policy is exported as a causal language model; a critic or reward model as a sequence
     classifier. Adapters are merged into these models, and exported by themselves to adapter/.
+    Raises ValueError if the policy's folder was removed or damaged during the run.
     """
+    with hosts.raise_together():
+        check_source(core)
     params, critic = core.state.params, core.learner.critic
     has_logits = "vocab" in params.cfg.heads
     heads = ("vocab",) if has_logits else params.cfg.heads
@@ -138,6 +143,27 @@ def export(core: Core) -> None:
     elif core.learner.value_scorer is not None and has_logits:
         values = with_heads(params, ("score",))
         save_classifier(core, core.cfg.run_path / "hf_critic", values, core.models.folders.policy)
+
+
+def check_source(core: Core) -> None:
+    """Compares the policy's folder with that at the start; an export reads the rest from it.
+
+    Only the main process does. Raises ValueError if the folder is gone or has lost its files.
+    """
+    run, folder = core.cfg.run_path, core.models.folders.policy
+    if not hosts.is_main_process():
+        return
+    try:
+        config_path(folder)
+        if "vocab" in core.state.params.cfg.heads:
+            warn_of_change(run, folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"an export copies the configuration, the tokenizer and tensors that are not trained "
+            f"from the model folder, and {error}. Nothing of the run is lost: its checkpoint of "
+            f"step {core.clock.step} is complete. Restore the folder, then run python -m "
+            f"jaxrl.convert {run} --step=last --output={run / 'hf'}"
+        ) from error
 
 
 def save_language_model(core: Core, target: Path, params: Decoder, source: Path) -> None:

@@ -29,6 +29,7 @@ from jaxrl.models.files.hf_save import (
     convert_model,
 )
 from jaxrl.models.files.hf_stream import specs_by_path, stream_model
+from jaxrl.models.files.kept_record import warn_of_change
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.lora import checkpoint_part, with_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
@@ -75,8 +76,9 @@ def export_checkpoint(
         )
     directory = run / "checkpoints"
     number = find_step(directory, step, cfg.checkpoint)
+    policy = resolve_model(cfg.model.path, key=f"model.path in {run / 'config.json'}")
     arrays = SavedArrays(directory, number)
-    source = _source(cfg, part, arrays.shapes)
+    source = _source(cfg, policy, part, arrays.shapes)
     stacked = not any(name.startswith(f"{source.prefix}layers/0/") for name in arrays.shapes)
     decoder = dataclasses.replace(folder_config(source.folder), heads=source.heads, stacked=stacked)
     decoder = with_adapters(cfg.lora, decoder)
@@ -85,13 +87,14 @@ def export_checkpoint(
     if decoder.lora is not None:
         stored = _stored_adapter(decoder, dtypes, source.prefix, arrays)
     if part == "adapter" and stored is not None:
-        write_adapter(target, stored, source.heads, cfg.model.path)
+        write_adapter(target, stored, decoder, cfg.model.path)
         return number, decoder
-    policy = resolve_model(cfg.model.path)
     renderer = make_renderer(cfg, policy, folder_config(policy))
     is_language_model = "vocab" in source.heads
     settings_of = language_model_settings if is_language_model else classifier_settings
     settings = settings_of(cfg, renderer, source.folder)
+    if is_language_model:
+        warn_of_change(run, source.folder)
     if stored is not None:
         merged = convert_model(
             source.folder,
@@ -159,9 +162,8 @@ def _chat_template(cfg: RunConfig, renderer: ChatRenderer) -> str:
     return renderer.template if cfg.data.chat_template else ""
 
 
-def _source(cfg: RunConfig, part: str, saved: Mapping[str, Any]) -> _Source:
+def _source(cfg: RunConfig, policy: Path, part: str, saved: Mapping[str, Any]) -> _Source:
     """Where a part is in the checkpoint. Raises ValueError if the run does not have it."""
-    policy = resolve_model(cfg.model.path)
     if part == "critic":
         if any(name.startswith("critic/params/") for name in saved):
             path = cfg.critic.path

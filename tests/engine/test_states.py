@@ -185,11 +185,6 @@ def test_inserted_prefixes_start_from_their_state(hybrid):
     assert list(made.values()) == [want[0][0]] * 2
 
 
-def test_speculative_decoding_is_refused(one_device):
-    with pytest.raises(ValueError, match=r"spec_tokens=3.*qwen3_5.*set it to 0"):
-        make_engine(HYBRID, spec_tokens=3)
-
-
 def test_pools_that_do_not_fit_name_the_slots(one_device, monkeypatch):
     engine = make_engine(HYBRID, n_pages=0)
     monkeypatch.setattr(type(engine.pool), "_n_pages_that_fit", lambda *_: 1)

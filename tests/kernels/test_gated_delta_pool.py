@@ -10,6 +10,7 @@ import pytest
 from jaxrl.kernels.gated_delta import causal_conv, gated_delta
 from jaxrl.kernels.gated_delta.pool import (
     SlotRows,
+    advance_tails,
     pool_causal_conv,
     pool_gated_delta,
     step_causal_conv,
@@ -97,14 +98,9 @@ def test_a_step_of_the_convolution_goes_on_from_its_slots(one_device):
     want, tail = causal_conv(
         jnp.asarray(x), jnp.asarray(w), segments=jnp.asarray(whole, jnp.int32), rules=TRAIN
     )
-    tails = jnp.zeros((SLOTS, 3, 2, 8)).at[jnp.array([3, 5, 2])].set(x[:, 1:4])
-    out, tails = step_causal_conv(
-        jnp.asarray(x[:, 4:]),
-        jnp.asarray(w),
-        tails,
-        slots=jnp.array([3, 5, 2]),
-        live=jnp.asarray(live),
-        rules=DECODE,
-    )
+    before = jnp.zeros((SLOTS, 3, 2, 8)).at[jnp.array([3, 5, 2])].set(x[:, 1:4])
+    how: Any = dict(slots=jnp.array([3, 5, 2]), live=jnp.asarray(live), rules=DECODE)
+    out, tails = step_causal_conv(jnp.asarray(x[:, 4:]), jnp.asarray(w), before, **how)
     np.testing.assert_allclose(np.asarray(out)[live], np.asarray(want)[:, 4:][live], rtol=1e-5)
     np.testing.assert_allclose(np.asarray(tails)[[3, 5, 2]], tail, rtol=1e-6)
+    np.testing.assert_array_equal(advance_tails(jnp.asarray(x[:, 4:]), before, **how), tails)

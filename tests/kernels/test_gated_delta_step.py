@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl.kernels.gated_delta import gated_delta_step, step_tpu
+from jaxrl.kernels.gated_delta import gated_delta_outputs, gated_delta_step, step_tpu
 from jaxrl.kernels.gated_delta.step import gated_delta_step_xla
 from jaxrl.kernels.gated_delta.step_gpu import gated_delta_step_gpu
 from jaxrl.kernels.gated_delta.step_tpu import gated_delta_step_tpu
@@ -57,6 +57,31 @@ def test_kernels_give_the_outputs_and_states_of_plain_xla(kernel, T, monkeypatch
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     unchanged = np.array([0, 2, 4])
     np.testing.assert_array_equal(got[1][unchanged], states[unchanged])
+    out, pool = jax.jit(functools.partial(kernel, writes=False))(*tokens, states, SLOTS)
+    np.testing.assert_allclose(out, got[0], rtol=1e-5, atol=1e-6)
+    assert pool is None
+
+
+def test_some_of_the_verified_tokens_are_accepted(one_device):
+    """The states are those of the accepted tokens alone, and the outputs those of all."""
+    (*tokens, states), live = problem(3)
+    step = jax.jit(functools.partial(gated_delta_step, slots=SLOTS, rules=DECODE))
+    verify = jax.jit(functools.partial(gated_delta_outputs, slots=SLOTS, rules=DECODE))
+    want, after_all = step(*tokens, states, live=live)
+    out = verify(*tokens, states, live=live)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    accepted = jnp.arange(3) < jnp.array([[2], [0], [0], [0]])
+    _, after = step(*tokens, states, live=accepted)
+    kept = np.array([0, 1, 2, 4])
+    np.testing.assert_array_equal(after[kept], states[kept])
+    _, k, v, g, beta = (np.asarray(a[0], np.float64) for a in tokens)
+    state = np.asarray(states[3], np.float64)  # [N, D, V]; two value heads for each of key
+    for t in range(2):
+        key, state = np.repeat(k[t], 2, axis=0), np.exp(g[t])[:, None, None] * state
+        change = beta[t][:, None] * (v[t] - np.einsum("NDV,ND->NV", state, key))
+        state = state + key[:, :, None] * change[:, None]
+    np.testing.assert_allclose(after[3], state, rtol=1e-4, atol=1e-5)
+    assert np.abs(after_all[3] - state).max() > 1e-2
 
 
 @pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.thorough)])

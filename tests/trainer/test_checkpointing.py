@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.trainer import checkpointing
-from jaxrl.trainer.checkpointing import save_after_error
+from jaxrl.trainer.checkpointing import check_source, save_after_error
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.update import NonFiniteError
 from sharding import hosts
@@ -24,6 +24,13 @@ def core(monkeypatch):
         checkpointing, "report_saved", lambda core, reason: core.status.append(reason)
     )
     return core
+
+
+def test_an_export_without_its_model_folder_says_how_to_repeat_it(core, tmp_path):
+    core.cfg = SimpleNamespace(run_path=tmp_path / "run")
+    core.models = SimpleNamespace(folders=SimpleNamespace(policy=tmp_path / "gone"))
+    with pytest.raises(ValueError, match=r"gone has no config\.json.*checkpoint of step 7 is comp"):
+        check_source(core)
 
 
 @pytest.mark.parametrize("error", [ChildProcessError, ValueError, RuntimeError, NonFiniteError])

@@ -3,12 +3,14 @@ jaxrl/models/files/hf_stream.py."""
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxrl import convert
 from jaxrl.checkpoint.checkpointer import Checkpointer
@@ -148,7 +150,10 @@ def test_what_cannot_be_exported_is_named(saved_run, tmp_path, capsys):
     "layout", graded(["one device", "mesh", "stages"], thorough=["one device", "stages"])
 )
 def test_the_last_checkpoint_is_the_export_of_the_run(tiny_config, two_layers, tmp_path, layout):
-    tiny_config.model.path, tiny_config.data.val = str(two_layers), ()
+    source = shutil.copytree(two_layers, tmp_path / "source")
+    drafter = {"mtp.norm.weight": np.ones(3, ml_dtypes.bfloat16)}
+    save_file(load_file(source / "model.safetensors") | drafter, source / "model.safetensors")
+    tiny_config.model.path, tiny_config.data.val = str(source), ()
     tiny_config.checkpoint.every = tiny_config.total_steps = 2
     tiny_config.learner.ema = 0.9
     if layout == "mesh":
@@ -162,5 +167,7 @@ def test_the_last_checkpoint_is_the_export_of_the_run(tiny_config, two_layers, t
         export(cfg.run_path, tmp_path / part, "--step=last", f"--part={part}")
         for file in (cfg.run_path / folder).iterdir():
             assert (tmp_path / part / file.name).read_bytes() == file.read_bytes(), file.name
+    exported = load_file(tmp_path / "policy" / "model.safetensors")
+    assert exported["mtp.norm.weight"].tobytes() == drafter["mtp.norm.weight"].tobytes()
     names = {file.name for file in (tmp_path / "policy").iterdir()}
     assert names == {Path(file).name for file in (cfg.run_path / "hf").iterdir()}

@@ -39,16 +39,6 @@ def n_state_slots(cfg: DecoderConfig, rollout: RolloutConfig) -> int:
     return 1 + rollout.max_num_seqs + n_snapshots
 
 
-def check_speculation(cfg: DecoderConfig, rollout: RolloutConfig) -> None:
-    """Raises ValueError for speculative decoding with a model that has states."""
-    if cfg.delta_layers and rollout.spec_tokens:
-        raise ValueError(
-            f"config.rollout.spec_tokens={rollout.spec_tokens}, but speculative decoding does not "
-            f"support {cfg.family} models: the states of gated DeltaNet would have to go back to "
-            "the last accepted token; set it to 0"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class PoolBytes:
     """Bytes of a replica's KV pages on one device, by the number of its pages.

@@ -8,7 +8,8 @@ the tokens are those of decoding one at a time, and have the model's distributio
 drafts are. https://arxiv.org/abs/2211.17192 covers random drafts.
 
 The KV of draft tokens is written to the positions of the true tokens, in pages that only this
-sequence writes. The KV of rejected tokens is overwritten before any query attends to it.
+sequence writes. The KV of rejected tokens is overwritten before any query attends to it. States of
+gated DeltaNet advance over the accepted tokens when these are known (models/draft_states.py).
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from jaxrl.engine.device.decode_loop import (
 from jaxrl.engine.device.sampling import N_COLUMNS, Sample, row_keys, uniforms
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.draft_states import accept_drafts, start_drafts
 from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.paged import forward_paged
 from sharding import Rules
@@ -111,8 +113,9 @@ def speculative_steps(
             params,
             tokens.reshape(B * W, 1),
             jnp.where(fed, positions, -1).reshape(B * W, 1),
-            cache,
+            start_drafts(cache, B, W, rules),
             batch.page_tables,
+            batch.slots,
             rules=rules,
             implementation=implementation,
         )
@@ -129,6 +132,8 @@ def speculative_steps(
         stops = jnp.any(token[:, :, None] == batch.stop_ids[:, None], axis=2)
         counted = _counted(token, drafts, live, active, stops)
         n_new = jnp.sum(counted, axis=1)
+        # A token that counts is sampled after one that was fed: that one is accepted.
+        cache = accept_drafts(cache, batch.slots, counted, rules, params.cfg.gated_delta)
         column = jnp.where(counted, n_sampled[:, None] + ahead, OUT_OF_RANGE)
         out = _write(out, sampled, row, column)
         place = jnp.where(counted, positions + 1, OUT_OF_RANGE)

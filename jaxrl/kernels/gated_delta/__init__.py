@@ -1,5 +1,6 @@
 """Gated DeltaNet (https://arxiv.org/abs/2412.06464) over packed rows, and its convolution."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -94,21 +95,49 @@ def gated_delta_step(
     Sequence b continues from the float32 state `states[slots[b]]`, and its new state replaces it.
     Slots differ, except that rows of padding, without live tokens, may share one (slot 0 of zeros).
     A pool that is donated, or carried by a loop, is updated in place. If it is also read after the
-    call, XLA copies all of it; to return to old states, keep `states[slots]`.
+    call, XLA copies all of it.
 
-    T is small: 1 in decode, a few to verify draft tokens. Tokens that are not `live`, which follow
-    the others, give zeros and do not change the state.
+    T is small: 1 in decode, a few with draft tokens. Tokens that are not `live`, which follow the
+    others, give zeros and do not change the state.
 
     `implementation` is config.model.gated_delta; None or "auto" selects by backend. Raises
     ValueError if rows are sharded, because each device must write the states of all of them.
     """
+    step = _choose_step(implementation, v.shape[1], k.shape[3], v.shape[3])
+    return _apply_step(step, (q, k, v, g, beta, states, slots, live), rules)
+
+
+def gated_delta_outputs(
+    q: Float[Array, "B T K D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T N V"],
+    g: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    states: Float[Array, "S N D V"],
+    *,
+    slots: Int[Array, "B"],
+    live: Bool[Array, "B T"],
+    rules: Rules,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """The outputs of `gated_delta_step`, which leaves the pool as it is.
+
+    For draft tokens: `gated_delta_step` of those that are accepted then gives their state.
+    """
+    step = _choose_step(implementation, v.shape[1], k.shape[3], v.shape[3])
+    args = (q, k, v, g, beta, states, slots, live)
+    return _apply_step(functools.partial(step, writes=False), args, rules)[0]
+
+
+def _apply_step(step: Callable, args: tuple, rules: Rules) -> tuple:
+    """`step` on each device's heads, without the tokens that are not live."""
+    v = args[2]
     if rules.n_shards("batch") > 1:
         raise ValueError(
             f"the rows of a step are sharded over {' x '.join(rules.mesh_axes('batch'))}, and each "
             "device has the states of all rows; pass rules.in_replica()"
         )
     check_heads(v.shape[2], rules)
-    step = _choose_step(implementation, v.shape[1], k.shape[3], v.shape[3])
     heads, gates = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "heads")
     rows, pool = rules.spec("batch"), rules.spec(None, "heads", None, None)
 
@@ -122,7 +151,7 @@ def gated_delta_step(
 
     specs = (heads, heads, heads, gates, gates, pool, rows, rules.spec("batch", None))
     with jax.named_scope("gated_delta_step"):
-        return shard_heads(local, (q, k, v, g, beta, states, slots, live), specs, (heads, pool))
+        return shard_heads(local, args, specs, (heads, pool))
 
 
 def _choose_step(implementation: str | None, T: int, D: int, V: int) -> Callable:

@@ -164,6 +164,29 @@ def step_causal_conv(
         return shard_heads(local, args, specs, (heads, pool))
 
 
+def advance_tails(
+    x: Float[Array, "B T N H"],
+    tails: Float[Array, "S W1 N H"],
+    *,
+    slots: Int[Array, "B"],
+    live: Bool[Array, "B T"],
+    rules: Rules,
+) -> Float[Array, "S W1 N H"]:
+    """The pool of `step_causal_conv` after the live tokens, which come first, without outputs."""
+
+    def local(x, tails, slots, live):
+        old = lax.optimization_barrier(tails[slots])
+        extended = jnp.concatenate([old, x.astype(tails.dtype)], axis=1)
+        at = jnp.sum(live, axis=1)[:, None] + jnp.arange(tails.shape[1])
+        new = jnp.take_along_axis(extended, at[..., None, None], axis=1)
+        return (tails.at[slots].set(new),)
+
+    heads, pool = rules.spec("batch", None, "heads", None), rules.spec(None, None, "heads", None)
+    with jax.named_scope("causal_conv"):
+        args, specs = (x, tails, slots, live), (heads, pool, jax.P(), jax.P())
+        return shard_heads(local, args, specs, (pool,))[0]
+
+
 def _chain_starts(follows: Bool[Array, "R"]) -> Int[Array, "R"]:
     """The first row of the chain that each row is in."""
     return lax.cummax(jnp.where(follows, 0, jnp.arange(len(follows))))

@@ -7,11 +7,12 @@ from jaxrl.kernels.gated_delta.chunk_states import product
 from jaxrl.kernels.gated_delta.chunked import gated_delta_chunked
 
 
-def gated_delta_step_xla(q, k, v, g, beta, states, slots):
+def gated_delta_step_xla(q, k, v, g, beta, states, slots, *, writes: bool = True):
     """The equation of one token, which reads the states twice; chunks for several tokens.
 
-    The states are gathered from their slots and scattered to them. If XLA fused the two, it could
-    not write to the pool that it still reads, and would copy it.
+    Returns the outputs and the pool, or None for it unless it `writes`. The states are gathered
+    from their slots and scattered to them. If XLA fused the two, it could not write to the pool
+    that it still reads, and would copy it.
     """
     before = lax.optimization_barrier(states[slots])
     if v.shape[1] == 1:
@@ -19,7 +20,7 @@ def gated_delta_step_xla(q, k, v, g, beta, states, slots):
     else:
         segments = jnp.ones(v.shape[:2], jnp.int32)
         out, after = gated_delta_chunked(q, k, v, g, beta, segments, before)
-    return out, states.at[slots].set(after)
+    return out, states.at[slots].set(after) if writes else None
 
 
 def _one_token(q, k, v, g, beta, before):

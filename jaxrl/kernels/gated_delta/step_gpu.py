@@ -18,7 +18,9 @@ from jaxrl.kernels.gated_delta.limits import unsupported_by_triton
 COLUMNS = 32  # of a state per program: 16 kB at D = 128
 
 
-def gated_delta_step_gpu(q, k, v, g, beta, states, slots, *, interpret: bool = False):
+def gated_delta_step_gpu(
+    q, k, v, g, beta, states, slots, *, writes: bool = True, interpret: bool = False
+):
     """`gated_delta_step_xla` in one pass over the states, in place.
 
     `interpret` emulates the kernel with XLA on any backend. Raises NotImplementedError without a
@@ -37,23 +39,22 @@ def gated_delta_step_gpu(q, k, v, g, beta, states, slots, *, interpret: bool = F
     gates = pl.BlockSpec((None, T, None), lambda b, h, i: (b, 0, h))
     values = pl.BlockSpec((None, T, None, width), lambda b, h, i: (b, 0, h, i))
     whole = pl.no_block_spec
-    return pl.pallas_call(
+    new_pool = [jax.ShapeDtypeStruct(states.shape, jnp.float32)] if writes else []
+    out, *after = pl.pallas_call(
         functools.partial(_kernel, n_tokens=T),
         grid=(B, N, V // width),
         in_specs=[whole, keys, keys, values, gates, gates, whole],
-        out_specs=[values, whole],
-        out_shape=[
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(states.shape, jnp.float32),
-        ],
-        input_output_aliases={6: 1},
+        out_specs=[values, whole] if writes else [values],
+        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), *new_pool],
+        input_output_aliases={6: 1} if writes else {},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         name="gated_delta_step_gpu",
         interpret=interpret,
     )(slots, q, k, v, decay, beta, states)
+    return out, *(after or [None])
 
 
-def _kernel(slots, q, k, v, decay, beta, before, out, after, *, n_tokens: int):
+def _kernel(slots, q, k, v, decay, beta, before, out, after=None, *, n_tokens: int):
     """Some columns of one head. Rows of padding that share a slot write what they read there."""
     row, head, part = (pl.program_id(axis) for axis in range(3))
     width = out.shape[1]
@@ -66,4 +67,5 @@ def _kernel(slots, q, k, v, decay, beta, before, out, after, *, n_tokens: int):
         change = beta[t] * (v[t, :].astype(jnp.float32) - read)
         state += key * change[None]
         out[t, :] = (scale * jnp.sum(state * query, axis=0)).astype(out.dtype)
-    after[place] = state
+    if after is not None:
+        after[place] = state

@@ -20,7 +20,16 @@ MAX_HEADS = 16  # per program: 1 MB of state at D = V = 128, in, out, and both t
 
 
 def gated_delta_step_tpu(
-    q, k, v, g, beta, states, slots, *, interpret: bool | pltpu.InterpretParams = False
+    q,
+    k,
+    v,
+    g,
+    beta,
+    states,
+    slots,
+    *,
+    writes: bool = True,
+    interpret: bool | pltpu.InterpretParams = False,
 ):
     """`gated_delta_step_xla` in one pass over the states, in place.
 
@@ -42,7 +51,8 @@ def gated_delta_step_tpu(
     tokens = pl.BlockSpec((None, T, n, V), lambda b, i, _: (b, 0, i, 0))
     # Rows of padding that share a slot write what they read there: their order does not matter.
     pool = pl.BlockSpec((None, n, D, V), lambda b, i, slots: (slots[b], i, 0, 0))
-    return pl.pallas_call(
+    new_pool = [jax.ShapeDtypeStruct(states.shape, jnp.float32)] if writes else []
+    out, *after = pl.pallas_call(
         functools.partial(_kernel, n_tokens=T),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -53,17 +63,15 @@ def gated_delta_step_tpu(
                 pl.BlockSpec((None, None, 2, T, n), lambda b, i, _: (b, i, 0, 0, 0)),
                 pool,
             ],
-            out_specs=[tokens, pool],
+            out_specs=[tokens, pool] if writes else [tokens],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(states.shape, jnp.float32),
-        ],
-        input_output_aliases={4: 1},
+        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), *new_pool],
+        input_output_aliases={4: 1} if writes else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         name="gated_delta_step_tpu",
         interpret=interpret,
     )(slots, columns, v, gates, states)
+    return out, *(after or [None])
 
 
 def _columns(a, n_heads: int, n: int):
@@ -73,7 +81,7 @@ def _columns(a, n_heads: int, n: int):
     return a.transpose(0, 2, 4, 3, 1).reshape(B, n_heads // n, D, n * T)
 
 
-def _kernel(_, columns, v, gates, before, out, after, *, n_tokens: int):
+def _kernel(_, columns, v, gates, before, out, after=None, *, n_tokens: int):
     n, D = before.shape[:2]
     decays, betas = gates[0], gates[1]
     vectors, values = columns[...].astype(jnp.float32), v[...].astype(jnp.float32)
@@ -88,6 +96,7 @@ def _kernel(_, columns, v, gates, before, out, after, *, n_tokens: int):
             change = betas[t : t + 1, h : h + 1] * (values[t, h : h + 1] - read)
             state = state + key * change
             outputs[t].append(D**-0.5 * jnp.sum(state * query, axis=0, keepdims=True))
-        after[h] = state
+        if after is not None:
+            after[h] = state
     for t in range(n_tokens):
         out[t] = jnp.concatenate(outputs[t], axis=0).astype(out.dtype)

@@ -78,16 +78,30 @@ def save_adapter(folder: Path, params: Decoder, *, base: str) -> None:
         for tensor in kept:
             tensor.read()
         return
-    write_adapter(folder, StoredAdapter(lora, {t.name: t for t in kept}), params.cfg.heads, base)
+    write_adapter(folder, StoredAdapter(lora, {t.name: t for t in kept}), params.cfg, base)
 
 
-def write_adapter(folder: Path, adapter: StoredAdapter, heads: tuple[str, ...], base: str) -> None:
-    """Writes an adapter of a model with these heads to `folder`; replaces it."""
+def write_adapter(folder: Path, adapter: StoredAdapter, decoder: DecoderConfig, base: str) -> None:
+    """Writes an adapter of a model to `folder`; replaces it. Warns if PEFT would not read all."""
     lora, tensors = joined_starts(adapter.lora, adapter.tensors)
+    warn_of_shared_experts(folder, tensors, decoder)
     with atomic_folder(folder) as target:
         in_order = sorted(tensors.values(), key=lambda t: natural_sort_key(t.name))
         write_weights(target / WEIGHTS, in_order)
-        write_json(target / CONFIG, peft_config(lora, heads, base))
+        write_json(target / CONFIG, peft_config(lora, decoder.heads, base))
+
+
+def warn_of_shared_experts(folder: Path, names: Collection[str], decoder: DecoderConfig) -> None:
+    """Warns of the adapters of a model whose shared expert PEFT takes for other experts."""
+    n = sum(".shared_expert." in name for name in names)
+    if n and decoder.family == "qwen3_next":
+        warnings.warn(
+            f"PEFT 0.21 does not read {n} tensors of the adapter in {folder}, those of the shared "
+            "expert: it takes their names for names of other experts. jaxrl reads them. For other "
+            "programs use the merged model (hf/ of the run, or python -m jaxrl.convert MODEL DIR "
+            f"--adapter={folder}), or train with config.lora.exclude_modules=('shared_expert.*',)",
+            stacklevel=2,
+        )
 
 
 def open_adapter(folder: Path, decoder: DecoderConfig) -> StoredAdapter:

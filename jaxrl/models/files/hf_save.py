@@ -25,7 +25,7 @@ from jaxrl.models.files.hf_config import (
 )
 from jaxrl.models.files.safetensors import TensorInfo, TensorShapes, map_tensor, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors
+from jaxrl.models.files.weight_files import find_tensors, kept_tensors
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
@@ -37,6 +37,7 @@ ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 EMBEDDING_PARTS = ("lora_embedding_A", "lora_embedding_B")
 START_PARTS = ("lora_A_start.weight", "lora_B_start.weight")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+DRAFTER_ENTRIES = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of text_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +84,10 @@ def save_model(
 ) -> None:
     """Writes the model to the folder `target`, which appears only when it is complete.
 
-    `source` is the folder that the model was loaded from: its tokenizer files are copied and its
-    config.json and generation_config.json are kept, except for what `settings` change. `dtype` None
-    keeps the parameters' dtypes. A model in `target` is replaced. In a multi-host run every process
-    calls this and the first one writes.
+    `source` is the folder that the model was loaded from: its tokenizer files are copied, the
+    tensors that are no parameters too, and its config.json and generation_config.json are kept,
+    except for what `settings` change. `dtype` None keeps the parameters' dtypes. A model in
+    `target` is replaced. In a multi-host run every process calls this and the first one writes.
     """
     tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural_sort_key(tensor.name))
     if not hosts.is_main_process():
@@ -95,7 +96,7 @@ def save_model(
         return
     source = None if source is None else Path(source)
     with atomic_folder(Path(target)) as folder:
-        write_weights(folder, tensors, max_shard_bytes)
+        write_weights(folder, [*tensors, *kept_parts(params.cfg, source)], max_shard_bytes)
         write_settings(folder, params.cfg, tensors[0].dtype, source, settings)
 
 
@@ -110,7 +111,8 @@ def convert_model(
 ) -> DecoderConfig:
     """Copies the language model in `source` to `target`, cast to `dtype`; uses no device.
 
-    `adapter` is merged into it, as `save_model` merges the adapters of a model.
+    `adapter` is merged into it, as `save_model` merges the adapters of a model. Tensors that are no
+    parameters are copied and not cast.
     """
     cfg = folder_config(source)
     if adapter is not None:
@@ -126,9 +128,20 @@ def convert_model(
     lora = None if adapter is None else adapter.lora
     tensors = sorted(merge_tensors(stored, lora, dtype), key=lambda t: natural_sort_key(t.name))
     with atomic_folder(target) as folder:
-        write_weights(folder, tensors, max_shard_bytes)
+        write_weights(folder, [*tensors, *kept_parts(cfg, source)], max_shard_bytes)
         write_settings(folder, cfg, tensors[0].dtype, source, settings)
     return cfg
+
+
+def kept_parts(cfg: DecoderConfig, source: Path | None) -> list[Tensor]:
+    """The tensors of `source` that an export has unchanged, as it has not trained them.
+
+    They are read from the files when they are written. A classifier has no use for a drafter.
+    """
+    if source is None or "vocab" not in cfg.heads:
+        return []
+    found = kept_tensors(source)
+    return [stored_tensor(name, found[name]) for name in sorted(found, key=natural_sort_key)]
 
 
 def stored_tensor(name: str, info: TensorInfo, dtype: DTypeLike | None = None) -> Tensor:
@@ -281,8 +294,9 @@ def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
     source_config = read_object(config_path(source), ADVICE)
     source_config.pop("dtype", None)  # transformers 5's name of torch_dtype
     ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config}
-    if "text_config" in source_config:
-        return config_to_hf(cfg) | ids
+    if text := source_config.get("text_config"):
+        drafter = {key: text[key] for key in DRAFTER_ENTRIES if key in text}
+        return config_to_hf(cfg) | ids | drafter
     if config_from_hf(source_config).tied and not cfg.tied:  # as the weights say
         source_config["tie_word_embeddings"] = False
     return source_config | classifier_json(cfg)

@@ -15,6 +15,7 @@ from jaxrl.models.files.atomic_folder import atomic_folder
 from jaxrl.models.files.hf_save import (
     SHARD_BYTES,
     SaveSettings,
+    kept_parts,
     natural_sort_key,
     shard_files,
     write_index,
@@ -55,6 +56,9 @@ def stream_model(
         for name in hf_names(spec)
     }
     layout = {name: layout[name] for name in sorted(layout, key=natural_sort_key)}
+    model_dtype = next(iter(layout.values()))[0]
+    kept = kept_parts(cfg, source)
+    layout |= {tensor.name: (tensor.dtype, tensor.shape) for tensor in kept}
     files = shard_files(layout, max_shard_bytes)
     with atomic_folder(target) as folder:
         maps: dict[str, np.ndarray] = {}
@@ -63,11 +67,13 @@ def stream_model(
         for path, spec in specs.items():
             for box, values in read(path):
                 _write(maps, spec, box, values)
+        for tensor in kept:
+            maps[tensor.name][...] = tensor.read()
         for tensor in maps.values():
             if isinstance(tensor, np.memmap):
                 tensor.flush()
         write_index(folder, files)
-        write_settings(folder, cfg, next(iter(layout.values()))[0], source, settings)
+        write_settings(folder, cfg, model_dtype, source, settings)
 
 
 def _write(maps: Mapping[str, np.ndarray], spec: ParamSpec, box: Box, values: np.ndarray) -> None:

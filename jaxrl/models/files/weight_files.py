@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,16 @@ SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz")
 ADVICE = "download or export the model again"
 
-# Image-and-text checkpoints store the language model under a prefix, next to unused parts.
+# Image-and-text checkpoints store the language model under a prefix, next to other parts.
 PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
-SKIPPED_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
-DRAFTER = "mtp."  # predicts several tokens; transformers does not run it
+# Parts that have no parameters of the language model, by the start of their names without "model.",
+# and whether exports keep them unchanged. Every other tensor is a parameter or refused.
+OTHER_PARTS = {
+    "mtp.": True,  # the drafter, which predicts several tokens; transformers does not run it
+    "vision_tower.": False,  # an export has the class of the text model, without images
+    "multi_modal_projector.": False,
+    "visual.": False,
+}
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers that follow from config.json
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -39,37 +45,51 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
 
     Raises ValueError, with the names, for missing files or shards, for an index that differs from
     its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
-    Warns of a drafter, which is left out.
     """
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in all_tensors(folder):
+        if not is_parameter(name):
+            continue
+        if info.dtype not in FLOATS:
+            raise ValueError(
+                f"{info.path} stores {name} as {info.dtype}, which are not weights but the codes "
+                "of a quantization; use a checkpoint that is not quantized"
+            )
+        for part, place in separate_experts(name, info).items():
+            add_once(tensors, part, place)
+    return tensors
+
+
+def kept_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors that exports keep unchanged and that are no parameters, by name.
+
+    Raises ValueError as `find_tensors`.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in all_tensors(folder):
+        if is_kept(name):
+            add_once(tensors, name, info)
+    return tensors
+
+
+def all_tensors(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
+    """All tensors in a folder's weight files, by their names in a text-only checkpoint."""
     headers = {file: read_header(file) for file in weight_files(folder)}
     if (index := folder / INDEX).exists():
         check_index(index, headers)
-    tensors: dict[str, TensorInfo] = {}
-    for file, header in headers.items():
+    for header in headers.values():
         for stored, info in header.items():
-            name = language_name(stored)
-            if is_skipped(name):
-                continue
-            if info.dtype not in FLOATS:
-                raise ValueError(
-                    f"{file} stores {stored} as {info.dtype}, which are not weights but the codes "
-                    "of a quantization; use a checkpoint that is not quantized"
-                )
-            for part, place in separate_experts(name, info).items():
-                if part in tensors:
-                    raise ValueError(
-                        f"{folder} has {part} twice, in {tensors[part].path.name} and in "
-                        f"{file.name}; remove the files that are not part of this model, or "
-                        f"{ADVICE}"
-                    )
-                tensors[part] = place
-    if any(name.startswith(DRAFTER) for header in headers.values() for name in header):
-        warnings.warn(
-            f"the drafter in {folder} ({DRAFTER}*), which predicts several tokens, is neither "
-            "loaded nor exported",
-            stacklevel=2,
+            yield language_name(stored), info
+
+
+def add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+    """Adds a tensor. Raises ValueError if there is one of this name."""
+    if name in tensors:
+        raise ValueError(
+            f"{info.path.parent} has {name} twice, in {tensors[name].path.name} and in "
+            f"{info.path.name}; remove the files that are not part of this model, or {ADVICE}"
         )
-    return tensors
+    tensors[name] = info
 
 
 def separate_experts(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
@@ -145,9 +165,9 @@ def check_index(index: Path, headers: Mapping[Path, Collection[str]]) -> None:
     """Raises ValueError if the files do not have exactly the tensors that the index says."""
     stored = {(tensor, file.name) for file, header in headers.items() for tensor in header}
     differ = sorted(
-        f"{tensor} ({name})"
-        for tensor, name in stored ^ set(read_weight_map(index).items())
-        if not is_skipped(language_name(tensor))
+        f"{tensor} ({file})"
+        for tensor, file in stored ^ set(read_weight_map(index).items())
+        if is_parameter(name := language_name(tensor)) or is_kept(name)
     )
     if differ:
         raise ValueError(
@@ -196,10 +216,17 @@ def language_name(name: str) -> str:
     return name
 
 
-def is_skipped(name: str) -> bool:
-    """Whether a tensor is not a parameter of the language model."""
-    parts = (*SKIPPED_PARTS, DRAFTER)
-    return name.removeprefix("model.").startswith(parts) or name.endswith(COMPUTED)
+def is_parameter(name: str) -> bool:
+    """Whether a tensor is a parameter of the language model, or of another model."""
+    return not (
+        name.removeprefix("model.").startswith(tuple(OTHER_PARTS)) or name.endswith(COMPUTED)
+    )
+
+
+def is_kept(name: str) -> bool:
+    """Whether a tensor is not a parameter and is in exports as it is."""
+    parts = tuple(part for part, kept in OTHER_PARTS.items() if kept)
+    return name.removeprefix("model.").startswith(parts)
 
 
 def has_separate_head(folder: Path) -> bool:

@@ -120,12 +120,12 @@ def delta_step_work(
 ) -> KernelWork | None:
     """Decode of gated DeltaNet (kernels/gated_delta/step_tpu.py, step_gpu.py).
 
-    Of the pool of states [S, N, D, V], it reads and writes those in the slots [B] of its rows. Its
-    products are of single vectors.
+    Of the pool of states [S, N, D, V], it reads those in the slots [B] of its rows, and writes them
+    if the pool is a result too. Its products are of single vectors.
     """
     if not DELTA_STEP.search(op_name):
         return None
-    n_rows, pools = operands[0].dims[0], (operands[-1], results[-1])
+    n_rows, pools = operands[0].dims[0], (operands[-1], *results[1:])
     unused = sum(pool.bytes * (1 - n_rows / pool.dims[0]) for pool in pools if pool.in_hbm)
     return KernelWork(0.0, pools[0].dtype, -unused)
 

@@ -18,7 +18,6 @@ from jaxrl.data.mixing import MixedIterator, most_per_step, shares
 from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import stop_ids
-from jaxrl.engine.device.kv_pool import check_speculation
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.functions import need_answer
@@ -55,7 +54,6 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
     """
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
-        check_speculation(models.decoder, cfg.rollout)
         maker = make_prompt_maker(cfg, models.renderer)
         iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
         rewards = open_rewards(session, models, iterator.items, val, own)
@@ -83,7 +81,6 @@ def open_evaluation_host(session: Session, own: OwnFunctions | None = None) -> H
     """
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
-        check_speculation(models.decoder, cfg.rollout)
         prompts = load_val(cfg, make_prompt_maker(cfg, models.renderer))
         rewards = open_rewards(session, models, prompts, [], own)
         environments = open_environments(cfg, session.stack)

@@ -28,6 +28,7 @@ from jaxrl.learner.state import checkpoint_state, init_state
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
+from jaxrl.models.files.kept_record import write_record
 from jaxrl.models.lora import with_base
 from jaxrl.planner.chips import chip_of
 from jaxrl.planner.programs import OfflineWorkload
@@ -241,6 +242,8 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         reference = load_reference(host, learner, state, step)
     resume_step = step if saved else None
     record_start(cfg.run_path, resume_step)
+    if hosts.is_main_process():
+        write_record(cfg.run_path, host.models.folders.policy, is_new=not saved)
     logger = make_loggers(cfg.log, cfg.run_path, cfg, resume_step, total_steps=learner.total_steps)
     session.stack.callback(logger.close)
     clock = Clock(

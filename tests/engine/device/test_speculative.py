@@ -14,11 +14,14 @@ from sharding import make_mesh
 from sharding.rules import DECODE, REPLICAS, TRAIN
 from tests.engine.engine_cases import (
     FAMILIES,
+    HYBRID,
+    has_mixed,
     limit_pages,
     make_engine,
     make_params,
     make_requests,
     run,
+    run_one_by_one,
     run_with_behavior,
     trainer_logps,
 )
@@ -192,6 +195,90 @@ def test_windows_experts_and_stacked_layers_give_the_same(one_device, family):
     for (tokens, logps, _), (want_tokens, want_logps, _) in zip(ours, want, strict=True):
         assert tokens == want_tokens
         np.testing.assert_allclose(logps, want_logps, atol=1e-5)
+
+
+def small_hybrid(*, stacked: bool = True):
+    """A model with states and a vocabulary of eight."""
+    cfg = dataclasses.replace(HYBRID, V=8, stacked=stacked)
+    return cfg, make_params(cfg, 2.0)
+
+
+def assert_close(results, wanted, atol=1e-5):
+    for (tokens, logps, finish), want in zip(results, wanted, strict=True):
+        assert (tokens, finish) == (want[0], want[2])
+        np.testing.assert_allclose(logps, want[1], atol=atol)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
+def test_states_advance_over_the_accepted_tokens_alone(one_device, stacked):
+    cfg, params = small_hybrid(stacked=stacked)
+    requests = mixed(10, max_tokens=60)
+    ours = speculating(cfg)
+    results = run(ours, params, requests)
+    assert_close(results, run(one_by_one(cfg), params, requests))
+    stats = ours.take_stats()
+    assert 0.05 * stats.n_draft_tokens < stats.n_accepted_tokens < 0.95 * stats.n_draft_tokens
+    [plain] = trainer_logps(cfg, params, requests[:1], results[:1])
+    np.testing.assert_allclose(results[0][1], plain, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("n_prompt", [2, 63, 64, 65])
+def test_states_at_all_lengths_and_page_boundaries(one_device, n_prompt):
+    cfg, params = small_hybrid()
+    base = make_requests(1, V=8, ignore_stop=True)[0]
+    tokens = np.arange(n_prompt, dtype=np.int32) % 3 + 2
+    requests = [
+        dataclasses.replace(base, tokens=tokens, sample=i, max_tokens=n)
+        for i, n in enumerate((1, 2, 3, 5, 64, 256 - n_prompt))
+    ]
+    ours, want = (run(make(cfg), params, requests) for make in (speculating, one_by_one))
+    assert_close(ours, want)
+    assert [len(made) for made, _, _ in ours] == [r.max_tokens for r in requests]
+
+
+@pytest.mark.thorough
+def test_states_of_preempted_sequences_later_turns_and_mixed_dispatches(one_device):
+    """Preempted sequences and turns start from the states that speculation leaves."""
+    cfg, params = small_hybrid()
+    sizes = dict(max_num_seqs=4, n_pages=32, max_num_batched_tokens=128, state_snapshots=8)
+    requests = mixed(8, max_tokens=100)
+    tight, plain = speculating(cfg, **sizes), one_by_one(cfg, **sizes)
+    taken = limit_pages(tight, 7)
+    want = run(plain, params, requests)
+    results = run_one_by_one(tight, params, requests)
+    assert_close(results, want)
+    assert tight.take_stats().n_preempted > 0
+    tight.scheduler.pool.release(taken)
+    [scheduler] = tight.scheduler.schedulers
+    assert scheduler.pool.n_used == 0 and scheduler.states.n_used == 0
+    more = [
+        dataclasses.replace(
+            r, tokens=np.concatenate([r.tokens, made], dtype=np.int32)[:200], max_tokens=30
+        )
+        for r, (made, _, _) in zip(requests, want, strict=True)
+    ]
+    assert_close(run_one_by_one(tight, params, more), run(plain, params, more))
+    assert tight.take_stats().n_cached_tokens > 0 and has_mixed(tight)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("rules", "sizes"),
+    [(DECODE, dict(fsdp=2, tensor=2)), (REPLICAS, dict(replica=2, tensor=2))],
+    ids=["tensor", "replicas"],
+)
+def test_states_on_a_mesh_give_the_tokens_of_one_device(rules, sizes):
+    requests = mixed(6)
+    with jax.set_mesh(make_mesh()):
+        cfg, params = small_hybrid()
+        want = run(one_by_one(cfg), params, requests)
+    with jax.set_mesh(make_mesh(**sizes)):
+        engine = speculating(cfg, rules=rules)
+        ours = run(engine, small_hybrid()[1], requests)
+    assert engine.take_stats().n_accepted_tokens > 0
+    assert_close(ours, want, atol=1e-4)
 
 
 @pytest.mark.parametrize(

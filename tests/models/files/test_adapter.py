@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import jax
@@ -14,7 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import convert
-from jaxrl.models.files.adapter import adapter_config, load_with_adapters, save_adapter
+from jaxrl.models.files.adapter import (
+    adapter_config,
+    load_with_adapters,
+    save_adapter,
+    warn_of_shared_experts,
+)
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.hf_save import param_tensors
 from jaxrl.models.lora import merge
@@ -248,3 +254,14 @@ def test_an_adapter_that_does_not_fit_is_refused(change, words, tmp_path, one_de
 def test_an_adapter_of_another_base_model_is_refused(one_device):
     with pytest.raises(ValueError, match="another model"):
         load("qwen3", ADAPTERS / "llama")
+
+
+def test_a_shared_expert_that_peft_misreads_is_named(tmp_path):
+    names = ["model.layers.0.mlp.shared_expert.up_proj.lora_A.weight", "model.norm.weight"]
+    decoder = model_config(GOLDEN / "qwen3_next")
+    with pytest.warns(UserWarning, match=r"PEFT 0\.21 does not read 1 tensors .*jaxrl\.convert"):
+        warn_of_shared_experts(tmp_path, names, decoder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_shared_experts(tmp_path, names[1:], decoder)
+        warn_of_shared_experts(tmp_path, names, model_config(GOLDEN / "qwen3_5_moe"))

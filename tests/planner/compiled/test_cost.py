@@ -441,8 +441,11 @@ def test_a_step_of_gated_delta_net_moves_the_states_of_its_rows():
     text = kernel_of_gpu("gated_delta_step_gpu", f"({tokens}, {pool})", operands)
     cost = program_cost(text, kernels=delta_step_work)
     vectors = 4 * 2 * B * N * D  # q, k, v and the output, in bfloat16
-    assert cost.bytes_accessed == 2 * 4 * B * N * D * D + vectors + 2 * 4 * B * N + 4 * B
+    states, others = 4 * B * N * D * D, vectors + 2 * 4 * B * N + 4 * B
+    assert cost.bytes_accessed == 2 * states + others
     assert cost.total_flops == 0
+    reads = kernel_of_gpu("gated_delta_step_gpu", tokens, operands)  # of draft tokens
+    assert program_cost(reads, kernels=delta_step_work).bytes_accessed == states + others
 
 
 @pytest.mark.parametrize(

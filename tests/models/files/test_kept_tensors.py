@@ -1,0 +1,130 @@
+"""Tensors that are no parameters and that exports keep: the drafter of Qwen3.5 and Qwen3-Next.
+
+Tests of jaxrl/models/files/weight_files.py, hf_save.py and kept_record.py.
+"""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxrl.check_model import LoadedModel, check_export
+from jaxrl.models.files.hf_config import folder_config
+from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.files.hf_save import convert_model, kept_parts, save_model
+from jaxrl.models.files.kept_record import warn_of_change, write_record
+from sharding import TRAIN
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+RNG = np.random.default_rng(0)
+DRAFTER = {
+    "mtp.fc.weight": RNG.standard_normal((4, 8)).astype(ml_dtypes.bfloat16),
+    # All experts in one tensor, which a parameter would be split into.
+    "mtp.layers.0.mlp.experts.gate_up_proj": RNG.standard_normal((2, 6, 4)).astype(np.float16),
+    "mtp.norm.weight": np.array([1, np.nan, -0.0], np.float32),
+}
+ENTRIES = dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+
+
+def folder_with(tensors, target: Path, family: str = "qwen3_5") -> Path:
+    """An image-and-text model with these tensors next to those of the golden language model."""
+    target.mkdir()
+    golden = load_file(GOLDEN / family / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): w for name, w in golden.items()}
+    images = {"model.visual.pos_embed.weight": np.ones(2, np.float32)}
+    save_file(named | images | tensors, target / "model.safetensors")
+    text = json.loads((GOLDEN / family / "config.json").read_text()) | ENTRIES
+    config = dict(model_type=family, text_config=text, vision_config={})
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def stored(folder: Path) -> dict[str, tuple]:
+    """(file, dtype, shape, bytes) of every tensor of a folder."""
+    return {
+        name: (file.name, w.dtype, w.shape, w.tobytes())
+        for file in folder.glob("*.safetensors")
+        for name, w in load_file(file).items()
+    }
+
+
+def assert_drafter(folder: Path) -> None:
+    found = stored(folder)
+    drafter = {name: found[name][1:] for name in found if name.startswith("mtp")}
+    assert drafter == {name: (w.dtype, w.shape, w.tobytes()) for name, w in DRAFTER.items()}
+    config = json.loads((folder / "config.json").read_text())
+    assert {name: config.get(name) for name in ENTRIES} == ENTRIES
+
+
+def test_the_drafter_is_exported_unchanged(one_device, tmp_path):
+    source = folder_with(DRAFTER, tmp_path / "source")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cfg, model = load_model(source, rules=TRAIN)
+    save_model(tmp_path / "a", model, source=source, dtype=jnp.bfloat16, max_shard_bytes=30_000)
+    convert_model(tmp_path / "a", tmp_path / "b", dtype=np.float16)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        assert_drafter(folder)
+        assert not any("visual" in name for name in stored(folder))
+    assert stored(tmp_path / "b")["model.norm.weight"][1] == np.float16
+    index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: place[0] for name, place in stored(tmp_path / "a").items()}
+    row = check_export(LoadedModel(source, cfg, model))
+    assert row.passed and row.text.endswith("tensors equal bit for bit; 3 more copied unchanged")
+
+
+def test_a_classifier_has_no_drafter(tmp_path):
+    source = folder_with(DRAFTER, tmp_path / "source")
+    cfg = folder_config(source)
+    assert [tensor.name for tensor in kept_parts(cfg, source)] == [
+        "mtp.fc.weight",
+        "mtp.norm.weight",
+        "mtp.layers.0.mlp.experts.gate_up_proj",
+    ]
+    assert not kept_parts(dataclasses.replace(cfg, heads=("score",)), source)
+
+
+def test_tensors_of_no_known_part_are_refused(tmp_path):
+    source = folder_with({"mtp2.norm.weight": np.ones(2, np.float32)}, tmp_path / "source")
+    with pytest.raises(ValueError, match=r"1 unexpected: mtp2\.norm\.weight"):
+        convert_model(source, tmp_path / "out")
+
+
+def test_an_index_without_a_tensor_of_the_drafter_is_refused(tmp_path):
+    source = folder_with(DRAFTER, tmp_path / "source")
+    convert_model(source, tmp_path / "out", max_shard_bytes=30_000)
+    path = tmp_path / "out" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["mtp.fc.weight"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"differ in mtp\.fc\.weight"):
+        convert_model(tmp_path / "out", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "has 0 of the tensors that exports copy .*mtp.* in place of 3"),
+        (DRAFTER | {"mtp.norm.weight": np.ones(3, np.float32)}, "has 3 .* with other values"),
+    ],
+    ids=["removed", "changed"],
+)
+def test_a_folder_that_changed_since_the_start_of_a_run_is_named(change, message, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    warn_of_change(run, tmp_path / "of a run of an earlier version")
+    source = folder_with(DRAFTER, tmp_path / "source")
+    write_record(run, source, is_new=True)
+    other = folder_with(change, tmp_path / "other")
+    write_record(run, other, is_new=False)  # a resumed run keeps the record of its start
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_change(run, source)
+    with pytest.warns(UserWarning, match=rf"{message}.*restore the folder and run python -m jaxrl"):
+        warn_of_change(run, other)
