@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 # By name: a function, or "module:function" of one that is imported when it is chosen. Pallas takes
 # half a second to import, and runs on no CPU.
 Implementations = Mapping[str, Callable | str]
-Defaults = Mapping[str, tuple[str, str]]  # backend -> name, and the reason for it
+Defaults = dict[str, tuple[str, str]]  # backend -> name, and the reason for it
 
 ONLY_ON = {  # kernel -> platform
     "splash": "tpu",

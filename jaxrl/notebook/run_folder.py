@@ -85,6 +85,4 @@ class InlineReport:
 def _table(rows: list[dict[str, Any]]) -> Any:
     if importlib.util.find_spec("pandas") is None:
         return rows
-    import pandas
-
-    return pandas.DataFrame(rows)
+    return importlib.import_module("pandas").DataFrame(rows)

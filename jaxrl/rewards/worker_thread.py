@@ -56,7 +56,9 @@ class WorkerThread:
 
 def _run(sock: socket.socket, functions: OwnFunctions) -> None:
     with sock:
-        answer_calls(WorkerChannel(sock), functions.__getitem__, contextlib.nullcontext)
+        answer_calls(
+            WorkerChannel(sock), functions.__getitem__, lambda limit_s: contextlib.nullcontext()
+        )
 
 
 def named(functions: Any) -> OwnFunctions:

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import html
+import importlib
 import io
 import sys
 import threading
@@ -48,8 +49,7 @@ class NotebookLive:
         )
 
     def start(self) -> None:
-        from IPython.display import display
-
+        display = importlib.import_module("IPython.display").display
         self._handle: Any = display(self._content(), raw=True, display_id=True)
         self._thread.start()
 
