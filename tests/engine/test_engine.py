@@ -265,7 +265,11 @@ def test_requests_are_served_before_all_programs_are_compiled(llama):
     engine.warmup_first(params)
     assert run(engine, params, requests) == results
     used = set(engine.runner.dispatched)
-    assert used == {("prefill", 2), ("copy_pages", 16), ("decode", engine.shapes.decode_buckets[-1])}
+    assert used == {
+        ("prefill", 2),
+        ("copy_pages", 16),
+        ("decode", engine.shapes.decode_buckets[-1]),
+    }
     with CompileThreads() as threads:
         engine.compile_pending(on_mesh(params, jax.sharding.get_mesh()), threads)
     assert run(engine, params, requests) == results
