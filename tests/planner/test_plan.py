@@ -50,9 +50,8 @@ from tests.planner.tiny_run import TINY, run
 ROOT = pathlib.Path(__file__).parents[2]
 JSON_KEYS = (
     "topology", "config", "mesh", "lengths", "fits", "programs", "phases", "resident",
-    "budget_bytes", "page_bytes", "kv_pages", "n_replicas", "rollout_weight_bytes", "max_concurrent_sequences",
-    "expected_step_s",
-    "serial_step_s",
+    "budget_bytes", "page_bytes", "kv_pages", "n_replicas", "rollout_weight_bytes",
+    "max_concurrent_sequences", "expected_step_s", "serial_step_s",
 )  # fmt: skip
 PROGRAM_KEYS = (
     "argument_bytes", "temp_bytes", "output_bytes", "flops", "bytes_accessed", "l2_bytes",
