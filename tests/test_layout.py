@@ -38,7 +38,13 @@ def alone() -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("mesh", "role", "role_mesh", "n_joined"),
     [
-        (dict(fsdp=2, sequence=4), dict(sequence=1), dict(fsdp=8), 4),
+        pytest.param(
+            dict(fsdp=2, sequence=4),
+            dict(sequence=1),
+            dict(fsdp=8),
+            4,
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             dict(fsdp=2, sequence=4),
             dict(sequence=2, tensor=2),

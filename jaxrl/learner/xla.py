@@ -28,7 +28,7 @@ SPARSE_CORES = [
         "all_reduce",
     )
 ]
-# CompilerOptions that are errors of the compiler, or useless, on other chips of TPU.
+# Options that are errors of the compiler, or useless, on other chips of TPU.
 CHIPS = {GATHER_FUSION: (V5E,)} | dict.fromkeys(SPARSE_CORES, WITH_SPARSE_CORES)
 
 # KiB of VMEM that the products and fusions of a program may use, by chip. Larger tiles read their

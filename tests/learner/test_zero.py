@@ -64,6 +64,7 @@ def assert_close(got, want):
     jax.tree.map(compare, *jax.device_get((got, want)))
 
 
+@pytest.mark.thorough
 def test_zero_1_takes_the_same_steps_with_half_the_optimizer_state_on_a_device():
     (state, sums), (copies, want_sums) = stepped(1), stepped(0)
     assert_close(state, copies)

@@ -47,6 +47,7 @@ def test_a_stack_of_one_layer_keeps_its_layer_axis(one_device):
     assert model.layers.mlp.up.w.shape == (1, 32, CFG.D)
 
 
+@pytest.mark.thorough
 def test_a_mesh_changes_the_shards_and_not_the_numbers():
     with jax.set_mesh(make_mesh()):
         alone = init_model(CFG, seed=3, rules=TRAIN)

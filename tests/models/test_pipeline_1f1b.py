@@ -109,6 +109,7 @@ def test_four_stages_have_them_with_fewer_and_more_micro_batches_than_stages(n_m
     assert_gradients(n_stages=4, n_micro=n_micro)
 
 
+@pytest.mark.thorough
 def test_activations_do_not_grow_with_the_number_of_micro_batches():
     """GPipe keeps four arrays of every micro-batch here, the inputs of a stage's layers."""
     temporaries = []

@@ -359,6 +359,7 @@ def test_separate_rollout_devices_have_two_copies_of_the_weights_and_no_training
     assert split.json()["n_rollout_devices"] == 4
 
 
+@pytest.mark.thorough
 def test_each_rollout_worker_has_an_engine_and_one_copy_of_the_weights(plan):
     schedule = ScheduleConfig(mode="async", rollout_workers=3)
     mesh = MeshConfig(fsdp=4, tensor=2)
@@ -509,6 +510,7 @@ def test_a_shared_critic_costs_a_head_and_a_program(plan):
     assert parts.resident["params"] == plan.resident["params"] + 4 * 64 // 4
 
 
+@pytest.mark.thorough
 def test_scoring_by_other_rules_is_another_program():
     cfg = run(score__tensor=1, learner__mini_batch_prompts=4)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
@@ -553,6 +555,7 @@ def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan
     assert flops > 3 * plan.programs["score"].cost.total_flops
 
 
+@pytest.mark.thorough
 def test_the_head_is_counted_for_the_tokens_of_a_device(plan):
     cfg = run(mesh__tensor=1, mesh__sequence=2, learner__logprob_chunk=32, score__token_budget=512)
     machine, lengths = topology("cpu:8"), Lengths(64, 64)

@@ -42,6 +42,7 @@ def test_candidates_are_the_meshes_that_divide_the_model():
     assert len(found) == 2 * n
 
 
+@pytest.mark.thorough
 def test_long_rows_are_tried_with_mlps_in_chunks():
     long = run(learner__token_budget=8192, learner__buckets=(8192,))
     found = {(c.token_budget, c.mlp_chunk) for c in candidates(job(long))}
@@ -79,6 +80,7 @@ def test_meshes_depend_on_model_row_length_and_network():
     assert sizes(run(model__layers="list"), TINY, nodes, "stage") == {1}
 
 
+@pytest.mark.thorough
 def test_pipelines_have_rows_for_every_stage_and_both_schedules():
     nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
     cfg = run()
@@ -152,6 +154,7 @@ def test_plans_that_fit_are_ranked_with_kernels_one_after_the_other():
     assert [plan and plan.serial_step_s for _, plan in ranked] == [2.0, 1.0]
 
 
+@pytest.mark.thorough
 def test_idle_roles_wait_in_host_memory():
     """Without the reference, nothing is copied; a critic is on the devices for its own update."""
     cfg = run(algorithm__advantage="gae", critic__path="critic", reward_model__path="scorer")

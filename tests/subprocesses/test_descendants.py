@@ -60,6 +60,7 @@ def function(tmp_path):
     return f"{tmp_path / 'starts.py'}:start"
 
 
+@pytest.mark.thorough
 def test_processes_in_other_sessions_end_with_their_worker(function, tmp_path):
     kinds = ["crashes", "hangs", "hangs without environment", "ends", "ends without environment"]
     paths = [tmp_path / kind for kind in kinds]

@@ -124,6 +124,7 @@ def test_a_run_out_of_memory_saves_its_last_step_and_names_the_phase(tiny_config
     assert (cfg.run_path / "checkpoints" / "1").is_dir()
 
 
+@pytest.mark.thorough
 def test_a_backend_without_host_memory_is_refused_before_weights_are_loaded(
     tiny_config, monkeypatch
 ):

@@ -57,8 +57,9 @@ def test_remat_of_parts_of_a_period_is_an_error():
 
 @pytest.mark.parametrize(
     "stacked",
-    [pytest.param(False, id="list", marks=pytest.mark.thorough), pytest.param(True, id="stacked")],
+    [pytest.param(False, id="list"), pytest.param(True, id="stacked")],
 )
+@pytest.mark.thorough
 def test_adapters_of_every_projection_are_saved_and_merged(stacked, one_device, tmp_path):
     folder = shutil.copytree(FOLDER, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())

@@ -72,6 +72,7 @@ def test_a_mesh_changes_no_logit_and_no_gradient(sizes, init, stacked):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * max(np.abs(b).max(), 1.0))
 
 
+@pytest.mark.thorough
 def test_the_gpu_kernel_type_checks_on_a_mesh(monkeypatch):
     """Forward and backward inside the model's shard_map; JAX emulates no kernel there."""
     monkeypatch.setattr(triton, "check_platform", lambda *_: None)
@@ -173,6 +174,7 @@ def test_no_float32_copy_of_the_experts_rows_exists():
     assert f"f32[{n * k},{D}]" not in shapes and f"f32[{E},{D},{F}]" not in shapes
 
 
+@pytest.mark.thorough
 @pytest.mark.bitwise
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_room_for_a_devices_share_of_the_tokens_changes_no_bit(one_device, share):

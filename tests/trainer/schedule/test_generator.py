@@ -274,7 +274,7 @@ def test_kept_kv_leaves_responses_in_the_engine():
     assert released.loop.engine.n_submitted > released.n_before + n_new
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=12)
 @given(cases())
 def test_random_schedules_lose_nothing_keep_their_bounds_and_resume_exactly(case):
     check_schedule(case)
