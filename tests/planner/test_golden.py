@@ -39,7 +39,7 @@ def assert_close(kept, now, path: str = ""):
         assert set(kept) == set(now), path
         for name in kept:
             assert_close(kept[name], now[name], f"{path}/{name}")
-    elif isinstance(kept, bool | str | None):
+    elif isinstance(kept, bool | str | list | None):
         assert kept == now, path
     else:
         assert now == pytest.approx(kept, rel=0.05), path
