@@ -13,7 +13,7 @@ import jax
 
 from jaxrl.config.packages import install_advice
 from jaxrl.doctor.finding import Finding, checked
-from jaxrl.runtime.compilation import DEFAULT_CACHE, cache_problem, n_cores
+from jaxrl.runtime.compilation import DEFAULT_CACHE, cache_problem, n_cores, nearest_existing
 from jaxrl.runtime.host_memory import physical_memory
 from jaxrl.runtime.start import GPU_MEMORY_SHARE, MEMORY_VARIABLES, has_gpu, installed_plugins
 from jaxrl.runtime.versions import PACKAGES, commit
@@ -113,26 +113,21 @@ def disk_findings(run_dir: Path) -> Iterator[Finding]:
     cache = Path(DEFAULT_CACHE).expanduser()
     problem = cache_problem(cache)
     yield checked("disks", "compilation cache", problem, _free(cache))
-    free = shutil.disk_usage(_existing(run_dir)).free
+    free = shutil.disk_usage(nearest_existing(run_dir)).free
     advice = "free disk space, or set config.run_dir to a folder on another disk"
     problem = ""
     if free < MIN_RUN_BYTES:
         problem = f"{_free(run_dir)}, less than a run writes; {advice}"
-    elif not os.access(_existing(run_dir), os.W_OK):
-        problem = f"{_existing(run_dir).absolute()} is not writable; {advice}"
+    elif not os.access(nearest_existing(run_dir), os.W_OK):
+        problem = f"{nearest_existing(run_dir).absolute()} is not writable; {advice}"
     yield checked("disks", "run folder", problem, _free(run_dir))
     models = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     yield Finding("disks", "models of the hub", _free(Path(models).expanduser()))
 
 
 def _free(folder: Path) -> str:
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     return f"{folder.absolute()}: {free / GIB:.1f} GiB free"
-
-
-def _existing(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def hub_finding() -> Finding:

@@ -18,6 +18,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.config.saved import to_json
 from jaxrl.json_text import parse_json
+from jaxrl.subprocesses.process import import_path
 
 MISFIT = 2  # exit status of the planner
 
@@ -67,13 +68,12 @@ def plan(
 
 def _run(arguments: list[str]) -> tuple[int, str, str]:
     """(exit status, output, errors) of the planner, whose errors and progress are printed."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     errors = []
     with (
         tempfile.TemporaryFile("w+") as output,
         subprocess.Popen(
             [sys.executable, "-m", "jaxrl.plan", *arguments],
-            env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            env=os.environ | {"PYTHONPATH": import_path(), "JAX_PLATFORMS": "cpu"},
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,

@@ -7,6 +7,7 @@ from typing import Any
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.json_text import parse_json
+from sharding import abstract_mesh
 
 # Sections and keys that change programs, memory or times of a plan. The mesh is a value by itself.
 SECTIONS = ("model", "lora", "score", "ref", "rollout", "learner", "critic", "algorithm")
@@ -35,10 +36,10 @@ def check_config(file: str, plan: dict[str, Any], cfg: RunConfig) -> None:
     """Raises ValueError, which names the keys, if the plan in `file` is for another config."""
     if not isinstance(plan.get("config"), dict):
         raise ValueError(f"{file} does not say for which config it is; write it again with --json")
-    default = _keys(RunConfig())
-    there, here = default | plan["config"], default | planned_config(cfg)
+    there, here = _keys(RunConfig()) | plan["config"], _keys(cfg)
+    mesh = abstract_mesh(math.prod(plan["mesh"].values()), **to_dict(cfg.mesh))
     there |= {f"mesh.{axis}": n for axis, n in plan["mesh"].items()}
-    here |= {f"mesh.{axis}": n for axis, n in _mesh_sizes(cfg, plan).items()}
+    here |= {f"mesh.{axis}": n for axis, n in mesh.shape.items() if n > 1}
     absent = "not set"
     lines = [
         f"  config.{name}: {there.get(name, absent)!r} in the file, {here.get(name, absent)!r} here"
@@ -51,14 +52,6 @@ def check_config(file: str, plan: dict[str, Any], cfg: RunConfig) -> None:
             "\n".join([f"{file} is the plan of another config:", *lines[:SHOWN], *more])
             + "\nset the same values, or leave out --plan to compile the plan of this config"
         )
-
-
-def _mesh_sizes(cfg: RunConfig, plan: dict[str, Any]) -> dict[str, int]:
-    """Axes of more than one device that `cfg` has on the devices of the plan."""
-    sizes = to_dict(cfg.mesh)
-    fixed = math.prod(n for n in sizes.values() if n > 0)
-    rest = math.prod(plan["mesh"].values()) // fixed
-    return {axis: n if n > 0 else rest for axis, n in sizes.items() if (n if n > 0 else rest) > 1}
 
 
 def _keys(cfg: RunConfig) -> dict[str, Any]:

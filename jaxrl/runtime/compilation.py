@@ -166,7 +166,7 @@ def open_cache(setting: str) -> str:
 
 def cache_problem(folder: Path) -> str:
     """Why the folder cannot keep compiled programs, and the remedy; "" if it can."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = nearest_existing(folder)
     free = shutil.disk_usage(existing).free
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         problem = f"cannot be written: {existing} is not a folder of this user"
@@ -178,3 +178,8 @@ def cache_problem(folder: Path) -> str:
         f"the compilation cache {folder} {problem}, so every start compiles all programs; free "
         "disk space, or set config.compilation_cache to another folder"
     )
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or its nearest parent that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())

@@ -34,6 +34,11 @@ class WorkerFailed(Exception):
     """A worker died, hangs or broke the protocol; the message is the reason. It is replaced."""
 
 
+def import_path() -> str:
+    """This process's import path, as the PYTHONPATH of another one."""
+    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+
+
 class WorkerProcess:
     """A process that runs `python -m module FD`, and the trainer's end of its socket FD.
 
@@ -47,15 +52,14 @@ class WorkerProcess:
         self, module: str, name: str, output: OutputLog, *, ends_descendants: bool = False
     ):
         ours, theirs = socket.socketpair()
-        # -P: the worker sees exactly the parent's import path, with no entry for its working folder
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.channel = Channel(ours)
         self._mark, self._ends_descendants = uuid.uuid4().hex, ends_descendants
         with theirs:
             try:
+                # -P: the worker sees exactly the parent's import path, with no entry for its folder
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                    env=os.environ | _ENV | {"PYTHONPATH": path, _MARK: self._mark},
+                    env=os.environ | _ENV | {"PYTHONPATH": import_path(), _MARK: self._mark},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
