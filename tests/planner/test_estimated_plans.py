@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import pathlib
-import re
 import shlex
 
 import pytest
 
 from jaxrl.config.command_line import parse
+from jaxrl.json_text import parse_json
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.estimate import estimate_memory, free_bytes, rollout_seconds, step_seconds
 from jaxrl.planner.model_shape import model_shape
@@ -17,12 +17,11 @@ from jaxrl.planner.sizes import CandidateSettings, Job, model_sizes
 from jaxrl.planner.topology import Topology
 
 PLANS = pathlib.Path(__file__).parents[2] / "docs" / "plans"
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A plan of docs/plans: the options of its command, and numbers of its tables."""
+    """A plan of docs/plans: the options of its command, and some of its numbers."""
 
     options: dict[str, str]
     update_bytes: float  # live without KV
@@ -47,24 +46,15 @@ class Stored:
         return Job(cfg, model_shape(model), self.topology, Lengths(prompt, response))
 
 
-def number(pattern: str, text: str) -> str:
-    found = re.search(pattern, text, re.MULTILINE)
-    assert found is not None, pattern
-    return found.group(1)
-
-
 def stored(name: str) -> Stored:
-    text = (PLANS / f"{name}.txt").read_text()
-    words = shlex.split(text.splitlines()[0])[4:]
-    size, unit = number(r"^ +update +([\d.]+ \w+)", text).split()
-    seconds = {
-        "rollout": number(r"^ +rollout .* ([\d.,]+) s +[\d,]+$", text),
-        "step": number(r"one after the other: ([\d.,]+) s", text),
-    }
+    command = (PLANS / f"{name}.txt").read_text().splitlines()[0]
+    numbers = parse_json((PLANS / f"{name}.json").read_text())
+    phases = numbers["phases"]
     return Stored(
-        dict(word.split("=", 1) for word in words),
-        float(size) * UNITS[unit],
-        *(float(value.replace(",", "")) for value in seconds.values()),
+        dict(word.split("=", 1) for word in shlex.split(command)[4:]),
+        phases["update"]["live_bytes"],
+        phases["rollout"]["serial_s"],
+        numbers["serial_step_s"],
     )
 
 
