@@ -177,7 +177,7 @@ def test_a_notebook_for_accelerators_runs_on_cpu(name, tmp_path, kernel_outputs,
     outputs = kernel_outputs(name, values)
     shown = {source.split("(")[0]: str(found[-1]) for source, found in outputs.items() if found}
     assert "reward" in shown["run.samples[-20:]"] and "<iframe" in shown["run.report"]
-    assert "pass@4" in shown["jaxrl.evaluate"]
+    assert "pass_at_4" in shown["jaxrl.evaluate"]
     (samples,) = folder.glob("*/samples.jsonl")
     found = {json.loads(line)["answer"] for line in samples.read_text().splitlines()}
     assert found >= {row["answer"] for row in ROWS}  # of the validation, with their line breaks
