@@ -14,10 +14,12 @@ from jaxrl.config.choices import REWARDS
 from jaxrl.config.command_line import override
 from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.resolve import default_config, resolve
+from jaxrl.config.resolve import check_devices, default_config, resolve
 from jaxrl.config.schema import find_key, keys
 from jaxrl.data.sources.files import read_rows
+from jaxrl.planner.chips import split_name
 from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.options import read as read_plan_arguments
 from jaxrl.rewards.functions import load_reward
 from scripts import config_gallery, draw_step
 from scripts.pages import combinations, presets
@@ -68,6 +70,19 @@ def test_the_pages_of_models_have_every_family_and_its_settings():
     model = "google/gemma-3-1b-it"
     row = models_page.row(model, model_shape(model), "h100:1", "1 H100 (80 GB)", "LoRA")
     assert row in (folder / "gemma3.md").read_text(), MODEL_PAGES
+
+
+def test_every_row_of_a_model_is_a_command_for_its_devices():
+    rows = set()  # (options, devices); models differ in the mesh and memory only
+    for name in models_page.FAMILIES:
+        tables = (models_page.FOLDER / f"{name}.md").read_text()
+        rows |= set(re.findall(r"^\| (\S.*?) \| (?:.*?\| ){3}`(--.*)` \|$", tables, re.MULTILINE))
+    assert len(rows) > 100
+    topologies = {shown: name for name, shown in (models_page.DEVICES | models_page.LARGE).items()}
+    for shown, options in rows:
+        topology = topologies[shown]
+        command = ["--config=configs/grpo.py", *options.split(), f"--topology={topology}"]
+        check_devices(read_plan_arguments(command).cfg, split_name(topology)[1])
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
     eval "$(jaxrl completion bash)"        # in ~/.bashrc
     eval "$(jaxrl completion zsh)"         # in ~/.zshrc, after compinit
+    jaxrl completion zsh > FOLDER/_jaxrl   # or this, in a folder of fpath
 
 The scripts call `jaxrl completion words WORD ...` with the words of the command line. If there is
 no continuation, the shell completes the name of a file.
@@ -52,7 +53,12 @@ _jaxrl() {
   compadd -Q -S '' -a unfinished
   compadd -Q -a found
 }
-compdef _jaxrl jaxrl
+# A file _jaxrl in fpath is loaded by the first completion, which it has to answer.
+if [[ $funcstack[1] == _jaxrl ]]; then
+  _jaxrl "$@"
+else
+  compdef _jaxrl jaxrl
+fi
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH}
 OPTION = re.compile(r"--[a-z][a-z-]*")

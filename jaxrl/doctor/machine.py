@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from jaxrl.config.disk import ADVICE
 from jaxrl.config.packages import install_advice
 from jaxrl.doctor.finding import Finding, checked
 from jaxrl.runtime.compilation import DEFAULT_CACHE, cache_problem, n_cores, nearest_existing
@@ -114,12 +115,11 @@ def disk_findings(run_dir: Path) -> Iterator[Finding]:
     problem = cache_problem(cache)
     yield checked("disks", "compilation cache", problem, _free(cache))
     free = shutil.disk_usage(nearest_existing(run_dir)).free
-    advice = "free disk space, or set config.run_dir to a folder on another disk"
     problem = ""
     if free < MIN_RUN_BYTES:
-        problem = f"{_free(run_dir)}, less than a run writes; {advice}"
+        problem = f"{_free(run_dir)}, less than a run writes; {ADVICE}"
     elif not os.access(nearest_existing(run_dir), os.W_OK):
-        problem = f"{nearest_existing(run_dir).absolute()} is not writable; {advice}"
+        problem = f"{nearest_existing(run_dir).absolute()} is not writable; {ADVICE}"
     yield checked("disks", "run folder", problem, _free(run_dir))
     models = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     yield Finding("disks", "models of the hub", _free(Path(models).expanduser()))

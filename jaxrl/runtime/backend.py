@@ -61,6 +61,11 @@ REMEDIES = (
         "no GPU is visible; check `nvidia-smi`, CUDA_VISIBLE_DEVICES and the GPUs of the container",
     ),
     (
+        r"no device for JAX_PLATFORMS",
+        "there is no such device on this machine or in its container, or its plugin is not "
+        "installed; install it with {tpu} or {cuda}",
+    ),
+    (
         r"Permission denied|Operation not permitted",
         "this user or container may not open the device; start the container with its devices "
         "(--privileged, or --gpus=all)",

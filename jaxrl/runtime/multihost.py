@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxrl.config.disk import ADVICE, is_full
 from jaxrl.config.keys import DistributedConfig, RunConfig
 from jaxrl.config.saved import differences
 from jaxrl.data.content import Item, content
@@ -206,4 +207,5 @@ def print_error(error: Exception) -> None:
         return
     is_local = hosts.n_processes() > 1 and not is_agreed
     where = f"process {hosts.process_id()} on {socket.gethostname()}: " if is_local else ""
-    print(f"error: {where}{error}", file=sys.stderr, flush=True)
+    advice = f"; {ADVICE}" if is_full(error) and "free disk space" not in str(error) else ""
+    print(f"error: {where}{error}{advice}", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
 """The loggers of a run, and a fan-out that tolerates failing loggers."""
 
-import errno
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxrl.config.disk import is_full
 from jaxrl.config.keys import LogConfig, RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.tracking.console import ConsoleLogger
@@ -17,8 +17,6 @@ from jaxrl.tracking.service import TrackingService
 from jaxrl.tracking.tensorboard import TensorBoardLogger
 from jaxrl.tracking.trackers import TRACKERS, TrackedRun
 from sharding.hosts import is_main_process
-
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Fanout:
@@ -53,10 +51,9 @@ class Fanout:
                 self._warn(name, error)
 
     def _warn(self, name: str, error: Exception) -> None:
-        is_full = isinstance(error, OSError) and error.errno in FULL_DISK
         message = (
             "the disk is full; the run continues, and its loggers try again at every step"
-            if is_full
+            if is_full(error)
             else f"the logger {name!r} fails; the run continues without it"
         )
         if message not in self._warned:

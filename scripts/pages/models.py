@@ -104,7 +104,8 @@ FAMILIES = {
         ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
         (
             "Layers are those of Qwen3.5 with 512 experts and a shared one.",
-            "PEFT misreads adapters of the shared expert ([LoRA](../how_to/lora.md)).",
+            "The adapters include the shared expert, which PEFT 0.21 does not read: merge them, or "
+            "exclude `shared_expert.*` ([LoRA](../how_to/lora.md)).",
         ),
     ),
     "llama3": Family(
@@ -126,8 +127,8 @@ FAMILIES = {
         ("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
         (
             "The chat template has no system message: put instructions into the user's message.",
-            "The context has 8,192 tokens. Soft caps need the kernels that "
-            "[kernels](../concepts/kernels.md) names.",
+            "The context has 8,192 tokens. cuDNN's attention has no soft caps: `auto` selects "
+            "another [kernel](../concepts/kernels.md).",
         ),
     ),
     "gemma3": Family(
@@ -175,6 +176,10 @@ the peak rates of the devices**, not measurements. Memory is 0.9 to 1.4 times th
 programs, and real steps take longer ([planner](../how_to/planner.md)). `python -m jaxrl.plan` with
 the same options and `--topology=NAME` compiles the programs and says whether they fit. Nothing in
 these tables has been run on these devices yet.
+
+MODEL is the title of a table. `all` trains all weights, `LoRA` adapters of rank 32 on the linear
+layers without experts ([LoRA](../how_to/lora.md)). NAME is, in the order of the devices,
+{names}.
 """
 
 
@@ -206,7 +211,8 @@ def page(family: Family) -> str:
 def introduction(family: Family) -> str:
     """The text above the tables, with the notes of the family."""
     types = family.model_types.replace(", ", "`, `")
-    text = INTRODUCTION.format(title=family.title, types=types)
+    names = ", ".join(f"`{name}`" for name in DEVICES | LARGE)
+    text = INTRODUCTION.format(title=family.title, types=types, names=names)
     if not family.notes:
         return text
     return "\n".join([text, *(f"- {note}" for note in family.notes), ""])

@@ -77,10 +77,34 @@ echo "${{COMPREPLY[@]}}"
     assert done.stdout.strip() == replies, done.stderr
 
 
+ZSH_STUBS = """
+compdef() { print compdef $@ }
+compadd() { print compadd ${(P)@[-1]} }
+compset() { print compset }
+_files() { print files }
+"""
+
+
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_reads_its_script():
-    done = subprocess.run(["zsh", "-n"], input=SCRIPTS["zsh"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("source", ["eval", "fpath"])
+@pytest.mark.parametrize(
+    ("found", "added"),
+    [
+        ("train", ["compadd", "compadd train"]),
+        ("--config.seed= configs/", ["compadd --config.seed= configs/", "compadd"]),
+        ("", ["compset", "files"]),
+    ],
+)
+def test_zsh_adds_the_continuations_or_the_names_of_files(source, found, added):
+    script = SCRIPTS["zsh"]
+    if source == "fpath":  # a file of this name is its function
+        script = f"_jaxrl() {{ {script} }}"
+    words = "words=(jaxrl train --config=a after) CURRENT=3"
+    program = f"jaxrl() {{ [[ $3 == train && $# == 4 ]] && print -l -- {found} }}"
+    call = f"{ZSH_STUBS}\n{program}\n{words}\n{script}\n_jaxrl"
+    done = subprocess.run(["zsh", "-f", "-c", call], capture_output=True, text=True)
+    declared = ["compdef _jaxrl jaxrl"] if source == "eval" else []
+    assert done.stdout.splitlines() == declared + added, done.stderr
 
 
 def test_an_unknown_shell_prints_the_usage(capsys):

@@ -1,11 +1,11 @@
 """Tests of notebooks/: their form, their settings on the planner's side, and an execution."""
 
-import importlib.util
 import json
-import os
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import csv, parquet
 
 from jaxrl.config.command_line import config_of
 from jaxrl.config.resolve import check_devices, resolve
@@ -15,6 +15,9 @@ from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.options import read
 from sharding import make_mesh
 from sharding.rules import TRAIN
+from tests.engine.engine_cases import FAMILIES
+from tests.models.resized import resized
+from tests.trainer.conftest import write_model
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -23,13 +26,34 @@ PLANNED = {  # notebook -> (shapes of the models that it names, number of device
     "colab_gpu_qwen3": (("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"), 1),
 }
 TINY = {  # totals of the executed quickstart
-    "data.val": "task:addition?digits=1&size=2&split=val",
     "data.prompts_per_step": 2,
     "rollout.n": 2,
     "rollout.max_num_seqs": 4,
     "learner.token_budget": 256,
     "reward.workers": 1,
 }
+ONE_DIGIT = {"data.val": "task:addition?digits=1&size=2&split=val"}
+SIZES = dict(L=2, V=260, max_len=1024)  # a byte is a token
+TINY_MODELS = {
+    "kaggle_v5e8_gemma3_1b": resized(FAMILIES["gemma3"], **SIZES, windows=(32, 0)),
+    "colab_gpu_qwen3": resized(FAMILIES["qwen3"], **SIZES),
+}
+ROWS = [{"question": f"What is\n{i} + 1?", "answer": f"Count.\n#### {i + 1}"} for i in range(1, 9)]
+SHORT = {  # for questions that are bytes, and one step
+    "data.max_response_len": 16,
+    "learner.mini_batch_prompts": 2,
+    "learner.token_budget": 1024,
+    "learner.warmup_steps": 0,
+}
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- "<|im_start|>assistant\\n" }}
+{%- if enable_thinking is false %}{{- "<think>\\n\\n</think>\\n\\n" }}{%- endif %}
+{%- endif %}
+"""
 
 
 def cells(notebook, kind, tag=None):
@@ -100,19 +124,62 @@ def test_the_planner_accepts_the_settings_for_the_chips(name, model, monkeypatch
     check_mesh(model_shape(planned.cfg.model.path), mesh.shape, TRAIN)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="nbclient is missing")
-def test_the_quickstart_runs_with_tiny_totals(tmp_path):
-    import nbclient
-    import nbformat
+@pytest.fixture
+def kernel_outputs(monkeypatch):
+    """Executes a notebook with other parameters; returns the outputs of each cell by its source."""
+    nbclient, nbformat = map(pytest.importorskip, ("nbclient", "nbformat"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
-    notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)
-    at = next(i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", ()))
-    values = {"STEPS": 1, "RUN_DIR": str(tmp_path / "run"), "OVERRIDES": TINY}
-    source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
-    notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(source))
-    os.environ.setdefault("PYTHONPATH", str(ROOT))
-    nbclient.NotebookClient(notebook, timeout=3600, kernel_name="python3").execute()
-    outputs = {c.source.strip(): c.outputs for c in notebook.cells if c.cell_type == "code"}
+    def execute(name, parameters):
+        notebook = nbformat.read(ROOT / f"notebooks/{name}.ipynb", as_version=4)
+        tags = [cell.metadata.get("tags", ()) for cell in notebook.cells]
+        at = next(i for i, found in enumerate(tags) if "parameters" in found)
+        source = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
+        notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(source))
+        nbclient.NotebookClient(notebook, timeout=3600, kernel_name="python3").execute()
+        return {c.source.strip(): c.outputs for c in notebook.cells if c.cell_type == "code"}
+
+    return execute
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_with_tiny_totals(tmp_path, kernel_outputs):
+    values = {"STEPS": 1, "RUN_DIR": str(tmp_path / "run"), "OVERRIDES": TINY | ONE_DIGIT}
+    outputs = kernel_outputs("quickstart", values)
     assert "<iframe" in outputs["run.report()"][-1]["data"]["text/html"]
     assert (tmp_path / "run" / "export" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_a_notebook_for_accelerators_runs_on_cpu(name, tmp_path, kernel_outputs, monkeypatch):
+    """With a tiny model, eight questions and one step; every other setting and cell is its own."""
+    n_devices, folder = PLANNED[name][1], tmp_path / "out"
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(n_devices))
+    model = write_model(tmp_path / "model", TINY_MODELS[name])
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    values = {
+        "MODEL": str(model),
+        "FOLDER": str(folder),
+        "TOPOLOGY": f"cpu:{n_devices}",
+        "STEPS": 1,
+        "OVERRIDES": TINY | SHORT,
+    }
+    table = pyarrow.Table.from_pylist(ROWS)
+    for key, split in (("data.train", "train"), ("data.val", "test")):
+        csv.write_csv(table, tmp_path / f"main_{split}.csv")
+        if "DATA" in settings(ROOT / f"notebooks/{name}.ipynb"):
+            values["DATA"] = str(tmp_path)
+        else:  # a dataset of the hub
+            parquet.write_table(table, tmp_path / f"{split}.parquet")
+            values["OVERRIDES"][key] = (str(tmp_path / f"{split}.parquet"),)
+    outputs = kernel_outputs(name, values)
+    shown = {source.split("(")[0]: str(found[-1]) for source, found in outputs.items() if found}
+    assert "reward" in shown["run.samples[-20:]"] and "<iframe" in shown["run.report"]
+    assert "pass_at_4" in shown["jaxrl.evaluate"]
+    (samples,) = folder.glob("*/samples.jsonl")
+    found = {json.loads(line)["answer"] for line in samples.read_text().splitlines()}
+    assert found >= {row["answer"] for row in ROWS}  # of the validation, with their line breaks
+    exported = {path.parent.name for path in folder.glob("*-gsm8k*/*config.json")}
+    assert len(exported) == 2 and any(name.endswith("-adapter") for name in exported)

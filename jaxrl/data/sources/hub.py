@@ -10,6 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
 
+from jaxrl.config.disk import is_full
 from jaxrl.data.sources.layout import (
     README,
     SUFFIXES,
@@ -74,7 +75,7 @@ def _open(repo: str, revision: str | None) -> _Snapshot:
     except Exception as error:  # the hub's client changes between versions
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         names = [p.relative_to(folder).as_posix() for p in files]
-        return _Snapshot(folder, names, offline=_reason(error))
+        return _Snapshot(folder, names, offline=client_error(error))
     return _Snapshot(folder, names, offline="")
 
 
@@ -85,11 +86,12 @@ def _download(repo: str, revision: str | None, files: list[str]) -> Path:
             repo, repo_type="dataset", revision=revision, allow_patterns=files
         )
     except Exception as error:  # the hub's client changes between versions
+        raise_if_full(error, f"the dataset {repo!r}")
         at = f" at the revision {revision!r}" if revision else ""
         flag = " --revision " + revision if revision else ""
         raise ValueError(
             f"the dataset {repo!r}{at} is not in the cache {constants.HF_HUB_CACHE}, and the hub "
-            f"gave {_reason(error)}. Make the hub reachable (HF_TOKEN for gated datasets, "
+            f"gave {client_error(error)}. Make the hub reachable (HF_TOKEN for gated datasets, "
             "HF_ENDPOINT for a mirror, HF_HUB_OFFLINE unset), copy a cache filled by 'hf download "
             f"{repo} --repo-type dataset{flag}' and set HF_HOME, or set data.train to a folder "
             f"with {', '.join(SUFFIXES[:3])} files"
@@ -97,6 +99,16 @@ def _download(repo: str, revision: str | None, files: list[str]) -> Path:
     return Path(folder)
 
 
-def _reason(error: Exception) -> str:
+def raise_if_full(error: Exception, what: str) -> None:
+    """Raises ValueError if the hub's client failed because the disk of its cache is full."""
+    if is_full(error):
+        raise ValueError(
+            f"{what} cannot be downloaded: the disk of the cache {constants.HF_HUB_CACHE} is full; "
+            "free disk space, or set HF_HOME to a folder on another disk"
+        ) from error
+
+
+def client_error(error: Exception) -> str:
+    """The kind of an error of the hub's client and the first line of its text."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxrl.config.disk import is_full
 from jaxrl.ending import before_ending
 
 
@@ -15,7 +16,7 @@ from jaxrl.ending import before_ending
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder next to `target` that replaces it at the end and is removed on an error.
 
-    Raises ValueError if `target` exists and does not contain a model.
+    Raises ValueError if `target` exists and does not contain a model, OSError if the disk is full.
     """
     if target.exists() and not (target / "config.json").exists() and any(target.iterdir()):
         raise ValueError(
@@ -37,8 +38,13 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             if target.exists():
                 target.rename(old)
             folder.rename(target)
-        except BaseException:
+        except BaseException as error:
             undo()
+            if is_full(error):
+                raise OSError(
+                    f"the disk has no room for {target}; free disk space, or choose a folder on "
+                    "another disk"
+                ) from error
             raise
     if old.is_symlink():  # the folder that it names stays
         old.unlink()

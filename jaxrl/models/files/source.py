@@ -4,8 +4,8 @@ import importlib.metadata
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from jaxrl.data.sources.hub import client_error, raise_if_full
 from jaxrl.models.files.gguf.conversion_cache import cached_conversion
 
 PACKAGE = "package:"
@@ -99,10 +99,10 @@ def from_hub(name: str, key: str) -> Path:
     """A snapshot from the hub, or from its local cache if the hub is unreachable."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # the hub's client changes between versions
+        raise_if_full(error, f"the model {name!r}")
         raise ValueError(
             f"no model {name!r}: there is no folder {Path(name).absolute()}, and the hub gave "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}. "
-            f"Set {key} to a model folder on this machine, or make the hub reachable "
-            f"(HF_TOKEN for gated models, HF_ENDPOINT for a mirror)"
+            f"{client_error(error)}. Set {key} to a model folder on this machine, or make the hub "
+            "reachable (HF_TOKEN for gated models, HF_ENDPOINT for a mirror)"
         ) from error

@@ -102,13 +102,26 @@ def report_cpu_time(host: HostSide, job: Job) -> None:
     host.session.progress.status(cpu_time_line(dataclasses.replace(job, lengths=lengths)))
 
 
+def check_attached_devices(cfg: RunConfig, backend: str) -> None:
+    """Raises ValueError if the meshes do not fit the opened devices, and names CPUs as such."""
+    try:
+        check_devices(cfg, jax.device_count(), jax.process_count())
+    except ValueError as error:
+        if backend != "cpu":
+            raise
+        raise ValueError(
+            f"{error}\nThe devices here are CPUs. For a config for TPUs or GPUs, `jaxrl doctor` "
+            "shows why JAX does not use them"
+        ) from error
+
+
 def start_devices(
     cfg: RunConfig, decoder: DecoderConfig, progress: Progress
 ) -> tuple[jnp.dtype, DecoderConfig]:
     """Opens the backend. Returns (dtype, decoder) with "auto" values resolved for its platform."""
     backend = open_backend()
     check_all_joined()
-    check_devices(cfg, jax.device_count(), jax.process_count())
+    check_attached_devices(cfg, backend)
     if keys := offload_keys(cfg):
         check_host_memory(keys)
     if backend == "cpu":

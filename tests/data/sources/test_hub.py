@@ -1,6 +1,8 @@
 """Tests of jaxrl/data/sources/hub.py and layout.py: the files of a dataset id or folder."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import huggingface_hub
@@ -80,6 +82,15 @@ def test_a_snapshot_folder_is_read_as_the_dataset(cache):
 def test_a_part_or_dataset_that_is_not_there_is_one_clear_error(cache, source, message):
     with pytest.raises(ValueError, match=message):
         find_files(source)
+
+
+def test_a_download_without_room_names_the_cache(monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hub, "snapshot_download", full)
+    with pytest.raises(ValueError, match=r"dataset 'a/b' cannot be .* is full.*set HF_HOME"):
+        find_files("hf:a/b")
 
 
 def test_a_missing_shard_is_an_error(cache):

@@ -3,7 +3,9 @@
 Tests of jaxrl/models/files/hf_load.py, hf_save.py, safetensors.py and atomic_folder.py.
 """
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models.decoder import init_model
+from jaxrl.models.files.atomic_folder import atomic_folder
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.files.weight_files import find_tensors
@@ -293,3 +296,13 @@ def test_a_randomly_initialized_model_exports_its_config(one_device, tmp_path):
     assert model_config(tmp_path / "out") == cfg
     _, again = load_model(tmp_path / "out", rules=TRAIN)
     np.testing.assert_array_equal(np.asarray(model.embed), np.asarray(again.embed))
+
+
+def test_a_full_disk_names_the_folder_and_leaves_nothing(tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write raises it: without a path
+    with (
+        pytest.raises(OSError, match=r"no room for .*/model; free disk space, or choose"),
+        atomic_folder(tmp_path / "model"),
+    ):
+        raise full
+    assert not [*tmp_path.iterdir()]

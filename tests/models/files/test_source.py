@@ -3,6 +3,8 @@
 Tests of jaxrl/models/files/source.py, gguf.py, gguf_tokenizer.py and jaxrl/convert.py.
 """
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import load_file
 
 import jaxrl.models.files.gguf.conversion_cache as cache_module
@@ -156,10 +159,26 @@ def test_a_package_that_is_not_installed_is_named():
 def test_the_error_of_an_unreachable_hub_names_the_model(cache, monkeypatch):
     def unreachable(name, allow_patterns):
         assert "*.safetensors" in allow_patterns and "*" not in allow_patterns
-        raise source.LocalEntryNotFoundError("no network\nmore")
+        raise LocalEntryNotFoundError("no network\nmore")
 
     monkeypatch.setattr(source, "snapshot_download", unreachable)
     with pytest.raises(ValueError, match=r"no model 'Qwen/none'.*no folder .*no network.*HF_TOKEN"):
+        resolve_model("Qwen/none")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("Data processing error: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_download_without_room_names_the_cache(cache, monkeypatch, error):
+    def full(name, allow_patterns):
+        raise error
+
+    monkeypatch.setattr(source, "snapshot_download", full)
+    with pytest.raises(ValueError, match=r"the disk of the cache .* is full.*set HF_HOME"):
         resolve_model("Qwen/none")
 
 
