@@ -1,18 +1,26 @@
 """Formulas for the memory and step time of a run, which rank the candidates of a search.
 
 Their constants are fitted to the compiled plans of docs/plans: the memory of an update is 0.9 to
-1.4 times that of the plan, the time of training 0.6 to 1.0 times the serial one, 0.5 with experts.
+1.4 times that of the plan, the time of training 0.6 to 1.0 times the serial one.
 """
 
 import dataclasses
 import math
 
 from jaxrl.config.remat import parse_remat
+from jaxrl.engine.device.kv_pool import n_state_slots
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
 from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
+from jaxrl.planner.traffic import (
+    RULE_BACKWARD,
+    copied_features,
+    kept_rule_features,
+    rule_seconds,
+    rule_work_bytes,
+)
 
 # Of the products of a forward pass, in backward; other policies recompute whole layers.
 RECOMPUTED_FRACTION = {"mlp": 0.15, "dots": 0.02, "none": 0.0}
@@ -151,6 +159,7 @@ def _update_bytes(sizes: Sizes, settings: CandidateSettings) -> float:
     if sizes.fsdp == 1:  # gradients of the micro-batch take the place of the activations
         work = max(work, sizes.trained * wide)
     work += local * wide * WORK_ARRAYS * _product_features(d, tp, sizes.expert)
+    work += rule_work_bytes(d, local, tp)
     if chunked:  # products of the other chunks are absent; gradients are summed in float32
         absent = local - local / sizes.n_chunks
         products = WORK_ARRAYS * 3 * _ffw(d, sizes.expert) / tp
@@ -179,7 +188,8 @@ def kept_features(
     again, in chunks (learner.mlp_chunk). A loop over stacked layers keeps every intermediate array
     of "none"; in a list, the compiler computes those between two products again.
     """
-    attention, ffw = d.score_features / d.L / tensor, _ffw(d, expert) / tensor
+    outputs = d.score_features + kept_rule_features(d)
+    attention, ffw = outputs / d.L / tensor, _ffw(d, expert) / tensor
     every = _product_features(d, tensor, expert)
     if not keeps_mlp:
         every, ffw = every - 3 * ffw, 0.0
@@ -258,7 +268,10 @@ def _passes_seconds(
     in_layers = 2 * (sizes.active_params - sizes.head * (1 if d.tied else 2)) + attention
     local = sizes.calls * sizes.call_tokens / sizes.stage  # tokens, each in all layers
     rate = tp * chip.rate("f32" if wide == 4 else "bf16")
-    compute = (local * in_layers + sizes.local_tokens / sizes.stage * 2 * sizes.head) / rate
+    rule = local * rule_seconds(d, rate, tp * chip.memory_bytes_per_s)
+    copies = local * wide * copied_features(d, e, tp) / chip.memory_bytes_per_s
+    products = (local * in_layers + sizes.local_tokens / sizes.stage * 2 * sizes.head) / rate
+    compute = products + copies + rule
     gathered = _gathered_params(sizes, settings) * wide
     gather = _collective_seconds(chip, gathered, sizes.fsdp, sizes.fsdp * e * tp)
     activations = (
@@ -280,14 +293,16 @@ def _passes_seconds(
         settings.remat,
         d.L // sizes.stage,
         compute=compute,
-        attention=local * attention / rate,
+        attention=local * attention / rate + rule,
         mlp=local * 2 * 3 * d.D * active / rate if sizes.n_chunks > 1 else 0.0,
         other=activations,
         copies=2 * d.L * local * wide * d.D / chip.host_bytes_per_s,
     )
-    # Frozen weights have no gradient: backward computes and sends about half as much.
+    # Frozen weights have no gradient: backward computes and sends about half as much. The rule of
+    # gated DeltaNet is computed again under every policy.
     passes = 1 if job.cfg.lora.rank else 2
-    backward, reduced = passes * compute + recompute, 0.0
+    backward = passes * (products + copies) + (1 + RULE_BACKWARD) * rule + recompute
+    reduced = 0.0
     if sizes.fsdp > 1 and passes > 1:
         layers = sizes.calls * sizes.layer * sizes.n_layers * wide
         reduced = _collective_seconds(chip, layers, sizes.fsdp, sizes.fsdp * e * tp)
@@ -342,24 +357,25 @@ def free_bytes(job: Job, settings: CandidateSettings, memory: MemoryEstimate) ->
 
 
 def rollout_seconds(job: Job, sizes: Sizes, free: float) -> float:
-    """Time in which all decode steps of a training step read the weights and the KV pages.
+    """Time in which all decode steps of a training step read the weights and the cache.
 
-    `free` bytes hold the pages. As in a plan, a sequence has all pages that it may need, and those
-    that do not fit at the same time wait for others to end. Decode reads the keys and values of
-    sequences of average length.
+    `free` bytes hold the slots of states and the pages. As in a plan, a sequence has all pages that
+    it may need, and those that do not fit at the same time wait for others to end. Decode reads the
+    keys and values of sequences of average length; it reads and writes a state per sequence.
     """
     chip, cfg = job.machine.chip, job.cfg.rollout
-    fitting = max(int(free // sizes.sequence_bytes), 1)
+    slots = n_state_slots(sizes.decoder, cfg) * sizes.slot_bytes
+    fitting = max(int((free - slots) // max(sizes.sequence_bytes, 1)), 1)
     together = min(fitting, cfg.max_num_seqs, math.ceil(job.n_sequences / sizes.n_replicas))
     waves = math.ceil(job.n_sequences / (together * sizes.n_replicas))
     weights = sizes.rollout_copy * sizes.item_bytes / chip.memory_bytes_per_s
     filled = (job.lengths.prompt + job.lengths.response) / job.cfg.data.max_len
-    pages = together * filled * sizes.sequence_bytes / chip.memory_bytes_per_s
+    cache = together * (filled * sizes.sequence_bytes + 2 * sizes.slot_bytes)
     if cfg.layout != "replicas":
         spread = sizes.fsdp * sizes.expert * sizes.tensor
         gathered = sizes.gathered * sizes.item_bytes
         weights = max(weights, _collective_seconds(chip, gathered, sizes.fsdp, spread))
-    return waves * job.lengths.response * (weights + pages)
+    return waves * job.lengths.response * (weights + cache / chip.memory_bytes_per_s)
 
 
 def _collective_seconds(chip: Chip, n_bytes: int | float, n: int, spread: int) -> float:

@@ -139,6 +139,7 @@ class ModelFacts:
     trained_fraction: float
     steps_by_layer: bool
     sequence_bytes: int  # of the KV pages of a sequence of maximum length
+    slot_bytes: int  # of the state of a sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +192,7 @@ class Sizes:
     stacked: bool  # whether the layers are stacked
     rollout_copy: float  # per device
     sequence_bytes: float  # of the KV pages of a sequence of maximum length, per device
+    slot_bytes: float  # of the state of a sequence, per device
     n_replicas: int  # of the rollout engine; 1 if it uses the training layout
 
     @property
@@ -239,6 +241,7 @@ def _model_facts(job: Job, role: str) -> ModelFacts:
         trained_fraction=trained_fraction(adapted),
         steps_by_layer=steps_by_layer(cfg.learner, with_adapters(cfg.lora, placed)),
         sequence_bytes=_sequence_bytes(cfg, decoder, dtype),
+        slot_bytes=slot_bytes(decoder, dtype),
     )
 
 
@@ -298,17 +301,18 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         stacked=facts.stacked or stage > 1,
         rollout_copy=rollout_copy,
         sequence_bytes=facts.sequence_bytes / kv_shards,
+        slot_bytes=facts.slot_bytes / kv_shards,
         n_replicas=n_replicas,
     )
 
 
 def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype) -> int:
-    """Bytes of the KV pages and the state of a sequence of maximum length, over all devices."""
+    """Bytes of the KV pages of a sequence of maximum length, over all devices."""
     page_len = cfg.rollout.page_len
     counts = {0: math.ceil(cfg.data.max_len / page_len)}
     counts |= window_page_counts(d, cfg.rollout, cfg.data.max_len)
     pages = page_bytes(d, page_len, dtype, counts)
-    return sum(counts[window] * n for window, n in pages.items()) + slot_bytes(d, dtype)
+    return sum(counts[window] * n for window, n in pages.items())
 
 
 def n_ticks(rows: int, stages: int) -> int:

@@ -15,7 +15,7 @@ from jaxrl.engine.pages import FREED, PagePool
 from jaxrl.engine.scheduler import Scheduler
 from jaxrl.engine.windows import WindowPages
 from sharding.rules import DECODE
-from tests.engine.engine_cases import FAMILIES, make_params, run, run_one_by_one
+from tests.engine.engine_cases import FAMILIES, HYBRID, make_params, run, run_one_by_one
 
 ROLLOUT = RolloutConfig(
     max_num_seqs=4, max_num_batched_tokens=128, page_len=64, steps_per_dispatch=8, n_pages=24
@@ -135,3 +135,17 @@ def test_window_pools_are_sized_for_their_sequences():
     assert pool.of_pages(24) == 24 * 100 + 16 * 1000
     assert pool.n_pages_in(24 * 100 + 16 * 1000 + 99, 32) == 24
     assert pool.n_pages_in(-1, 32) == 0
+
+
+def test_layers_with_a_window_keep_all_pages_next_to_states_and_the_log_says_so(one_device, caplog):
+    attention = HYBRID.layers[-1]
+    window = dataclasses.replace(attention.mixer, window=32)
+    layers = (HYBRID.layers[0], dataclasses.replace(attention, mixer=window))
+    caplog.set_level("INFO", "jaxrl.engine.device.kv_pool")
+    for found in (layers, HYBRID.layers, FAMILIES["gemma3"].layers):
+        engine = window_engine(dataclasses.replace(HYBRID, layers=found))
+        assert engine.set_pool_size()
+        assert engine.set_pool_size()
+    assert [r.message for r in caplog.records] == [
+        "KV pool: layers with a window keep all pages, because the model has states"
+    ]

@@ -3,6 +3,7 @@ one by one."""
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl.kernels.gated_delta import causal_conv, gated_delta, gated_delta_step
+from jaxrl.kernels.gated_delta.chunk_states import product
 from jaxrl.kernels.gated_delta.rows import from_whole_rows, to_whole_rows, whole_row_rules
 from jaxrl.kernels.gated_delta.unit_lower import unit_lower_inverse
 from jaxrl.kernels.visibility import Visibility
@@ -212,6 +214,18 @@ def test_bfloat16_is_close_to_float32():
     for a, b in zip(got, want, strict=True):
         error = np.linalg.norm(np.asarray(a, np.float32) - b) / np.linalg.norm(b)
         assert error < 1.5e-2
+
+
+def test_gradients_of_products_have_operands_of_their_dtype():
+    def loss(a, b):
+        return jnp.sum(product("IJ,JK->IK", a, b, jnp.bfloat16) ** 2)
+
+    a = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    b = jax.ShapeDtypeStruct((3, 4), jnp.bfloat16)
+    lowered = jax.jit(jax.grad(loss, (0, 1))).lower(a, b)
+    assert [out.dtype for out in lowered.out_info] == [jnp.float32, jnp.bfloat16]
+    types = re.findall(r"dot_general .*: \(tensor<.*x(.*)>, tensor<.*x(.*)>\)", lowered.as_text())
+    assert types == [("bf16", "bf16")] * 3
 
 
 @pytest.mark.parametrize("C", [1, 5, pytest.param(64, marks=pytest.mark.thorough)])

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxrl.models.config import GatedDeltaNetConfig
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.estimate import (
     estimate_memory,
@@ -81,6 +82,12 @@ def test_the_estimated_rollout_waits_for_kv_pages():
     assert seconds(3) == pytest.approx(2 * 64 * (read + 3 * filled) / rate)
     assert seconds(2) == pytest.approx(2 * 64 * (read + 2 * filled) / rate)
     assert seconds(-1) == seconds(1) == pytest.approx(4 * 64 * (read + filled) / rate)
+    # With states: 1 + 8 + 4 slots next to the pages; a step reads and writes one per sequence.
+    delta = dataclasses.replace(TINY.layers[0], mixer=GatedDeltaNetConfig(K=1, N=1, D=8, V=8))
+    decoder = dataclasses.replace(TINY, layers=(delta, *TINY.layers))
+    slot = sizes.sequence_bytes
+    sizes = dataclasses.replace(sizes, decoder=decoder, slot_bytes=slot)
+    assert seconds(13 + 2) == pytest.approx(2 * 64 * (read + 2 * (filled + 2 * slot)) / rate)
 
 
 def test_released_kv_pages_have_the_memory_of_training():

@@ -135,9 +135,12 @@ class KVPoolSpec:
         limited by the device memory that `memory_utilization` leaves. Raises ValueError if one
         sequence of `max_len` tokens does not fit.
         """
+        max_pages_per_seq = self.max_pages_per_seq
+        windows = {mixer.window for mixer in self.cfg.attention_layers if mixer.window}
+        if self.n_slots and any(window < max_len for window in windows):
+            log.info("KV pool: layers with a window keep all pages, because the model has states")
         if rollout.n_pages:
             return rollout.n_pages
-        max_pages_per_seq = self.max_pages_per_seq
         wanted = rollout.max_num_seqs * max_pages_per_seq
         n_pages = min(wanted, self._n_pages_that_fit(rollout.memory_utilization, wanted))
         if n_pages < max_pages_per_seq:

@@ -34,7 +34,7 @@ def gated_delta_chunked(q, k, v, g, beta, segments, state, parents=None):
     runs = ChunkRuns.of(_pad(segments, C), C, aligned=parents is not None)
     q, k = (split_chunks(a, C, K) for a in (q, k))
     v, g, beta = (split_chunks(a, C, K, N // K) for a in (v, g, beta))
-    state = state.astype(jnp.float32).reshape(B, K, N // K, *state.shape[2:])
+    state = state.astype(jnp.float32).reshape(B, K, N // K, *state.shape[2:]).swapaxes(-1, -2)
     parents = None if parents is None else parents.T
 
     def compute(q, k, v, g, beta, state):
@@ -43,6 +43,7 @@ def gated_delta_chunked(q, k, v, g, beta, segments, state, parents=None):
 
     out, final = _by_group(compute, q, k, v, g, beta, state)
     out = join_chunks(out)[:, :T]
+    final = final.swapaxes(-1, -2)
     return checkpoint_name(out, SAVED_NAME), final.reshape(B, N, *final.shape[-2:])
 
 
@@ -90,8 +91,8 @@ def _by_group(compute, q, k, v, g, beta, state):
 def chunk_outputs(runs: ChunkRuns, pass_states, q, k, v, g, beta):
     """Outputs [n, B, K, R, C, V] of some key heads, and the states that `pass_states` returns.
 
-    `pass_states(u, w, k, weight, decay)` is (corrected values, states at the starts of the chunks,
-    states after them), with the arguments of `chunk_states`.
+    `pass_states(u, w, k, weight, decay)` is (corrected values, transposed states at the starts of
+    the chunks, states after them), with the arguments of `chunk_states`.
     """
     dtype, scale = v.dtype, q.shape[-1] ** -0.5
     live, within, carried, last = (a[:, :, None, None] for a in runs.masks())
@@ -106,12 +107,11 @@ def chunk_outputs(runs: ChunkRuns, pass_states, q, k, v, g, beta):
     solve = unit_lower_inverse(lower) * beta[..., None, :]
     from_start = jnp.where(carried, jnp.exp(total), 0.0)
     to_end = jnp.where(last, jnp.exp(total[..., -1:] - total), 0.0)
-    u = product("nBKRIJ,nBKRJV->nBKRIV", solve, v, dtype)
-    w = product("nBKRIJ,nBKJD->nBKRID", solve * from_start[..., None, :], k, dtype)
+    u = product("nBKRIJ,nBKRJV->nBKRIV", solve, v, dtype, dtype)
+    w = product("nBKRIJ,nBKJD->nBKRID", solve * from_start[..., None, :], k, dtype, dtype)
     decay = jnp.where(runs.kept[:, :, None, None], jnp.exp(total[..., -1]), 0.0)
-    u, w, k = (a.astype(dtype) for a in (u, w, k))
-    x, starts, final = pass_states(u, w, k, to_end, decay)
+    x, starts, final = pass_states(u, w, k.astype(dtype), to_end, decay)
     scores = product("nBKID,nBKJD->nBKIJ", q, k, dtype)[:, :, :, None] * pairs
     out = product("nBKRIJ,nBKRJV->nBKRIV", scores, x, dtype)
-    out += from_start[..., None] * product("nBKCD,nBKRDV->nBKRCV", q, starts, dtype)
+    out += from_start[..., None] * product("nBKCD,nBKRVD->nBKRCV", q, starts, dtype)
     return jnp.where(live[..., None], scale * out, 0.0).astype(dtype), final

@@ -31,9 +31,21 @@ def convolve(x, w, segments, tail, parents):
         y = _taps(extended, w, runs, known)
         if parents is not None:
             y += _taps_of_parents(extended[:, W - 1 :], w, runs[:, W - 1 :], live, parents)
+        y = _materialize_gradient(y)
         return jnp.where(live[..., None, None], jax.nn.silu(y), 0.0).astype(x.dtype)
 
     return jax.checkpoint(activate)(extended, w.astype(jnp.float32)), new_tail
+
+
+@jax.custom_vjp
+def _materialize_gradient(y):
+    """Identity; its gradient, which every tap reads, is computed once and not for each of them."""
+    return y
+
+
+_materialize_gradient.defvjp(
+    lambda y: (y, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
+)
 
 
 def _taps(extended, w, runs, known):

@@ -107,7 +107,7 @@ def _pass_states(dtype, pool, sources, targets, u, w, k, weight, decay):
         return pool, (x.astype(dtype), start.astype(dtype))
 
     pool, (x, starts) = lax.scan(chunk, pool, ((u, w, k, weight, decay), sources, targets))
-    return x, starts, pool
+    return x, starts.swapaxes(-1, -2), pool
 
 
 def pool_causal_conv(
@@ -135,7 +135,8 @@ def _pool_causal_conv(x, w, tails, slots: SlotRows):
     follows = jnp.pad(slots.sources[1:] == slots.targets[:-1], (1, 0))
     # The number of tokens, of all rows, before the first row of a chain of rows.
     chains = lax.cummax(jnp.where(follows, 0, begins))
-    old = tails.at[slots.sources[_chain_starts(follows)]].get(mode="clip").astype(x.dtype)
+    old = tails.at[slots.sources[_chain_starts(follows)]].get(mode="clip")
+    old = lax.optimization_barrier(old).astype(x.dtype)
     before = _tails_at(begins, chains, old, x, ends, begins)
     after = _tails_at(ends, chains, old, x, ends, begins)
     y, _ = convolve(x, w, slots.live.astype(jnp.int32), before, None)
@@ -154,7 +155,10 @@ def step_causal_conv(
     """`pool_causal_conv` of the next tokens of B sequences, each in its own slot."""
 
     def local(x, w, tails, slots, live):
-        y, after = convolve(x, w, live.astype(jnp.int32), tails[slots], None)
+        # Read once, before the update: XLA otherwise fuses further reads into the convolution and
+        # into the update, and copies the whole pool for them.
+        old = lax.optimization_barrier(tails[slots])
+        y, after = convolve(x, w, live.astype(jnp.int32), old, None)
         return y, tails.at[slots].set(after.astype(tails.dtype))
 
     heads, weights = rules.spec("batch", None, "heads", None), rules.spec("heads", None, None)
