@@ -7,6 +7,7 @@ SFT and preference training enter the pipeline with a `Demonstration` instead of
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxrl.json_text import Message
 
 Tree = Any  # a pytree of arrays, specs, shardings, ...
 Array = Any  # in a pytree dataclass: jax.Array, np.ndarray on the host, or a result of tree_map
+Decode = Callable[[np.ndarray], str]  # of tokens, with special tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,11 +78,6 @@ class Request:
     top_logprobs: bool = False  # also return the most likely tokens at each position
     adapter: int = 0  # 0 = the base model, i = the i-th of the adapters that the engine has
 
-    @property
-    def adjusted(self) -> bool:
-        """Whether it needs the programs that change logits and return the most likely tokens."""
-        return self.adjustments is not None or self.top_logprobs
-
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
@@ -126,7 +121,6 @@ class Generated:
 class EngineStats:
     """Counters since the last `take_stats`: sums over decode steps, unless stated otherwise."""
 
-    n_dispatches: int = 0
     n_steps: int = 0  # decode steps
     n_tokens: int = 0  # sampled tokens
     n_batch_slots: int = 0  # decode batch size, padding included
@@ -141,24 +135,6 @@ class EngineStats:
     cache_used_max: float = 0.0  # maximum, not a sum
     device_s: float = 0.0  # wall time of compiled programs, fetching their results included
     host_s: float = 0.0  # remaining wall time of `generate`
-
-    def add_dispatch(
-        self, *, n_steps: int, n_running: int, n_waiting: int, batch_size: int, cache_used: float
-    ) -> None:
-        """Adds the state of queues and pool during one dispatch of `n_steps` decode steps."""
-        self.n_dispatches += 1
-        self.n_steps += n_steps
-        self.n_batch_slots += batch_size * n_steps
-        self.running += n_running * n_steps
-        self.waiting += n_waiting * n_steps
-        self.cache_used += cache_used * n_steps
-        self.cache_used_max = max(self.cache_used_max, cache_used)
-
-    def add_tokens(self, *, n_tokens: int, n_draft_tokens: int, n_accepted_tokens: int) -> None:
-        """Adds the tokens that one dispatch sampled."""
-        self.n_tokens += n_tokens
-        self.n_draft_tokens += n_draft_tokens
-        self.n_accepted_tokens += n_accepted_tokens
 
 
 @runtime_checkable

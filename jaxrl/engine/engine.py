@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.data.support import from_bits, unrestricted
-from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request, TopTokens
+from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request
 from jaxrl.engine.device.adjustments import MAX_BIAS
 from jaxrl.engine.device.batches import (
     MAX_STOP_IDS,
@@ -20,15 +20,14 @@ from jaxrl.engine.device.batches import (
     split_rows,
     stop_ids,
 )
-from jaxrl.engine.device.decode_loop import DecodeOutput
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
-from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRunner
+from jaxrl.engine.device.model_runner import COPIES_PER_CALL, DecodeOutput, Dispatch, ModelRunner
 from jaxrl.engine.pages import PagePool
+from jaxrl.engine.prefill import PrefillChunk, PrefillWork
 from jaxrl.engine.replicas import ReplicaScheduler
-from jaxrl.engine.scheduler import Scheduler
+from jaxrl.engine.scheduler import DispatchPlan, Scheduler, Sequence
 from jaxrl.engine.states import StateSlots
 from jaxrl.engine.windows import WindowPages
-from jaxrl.engine.work import DeviceWork, PrefillChunk, Sequence
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kv_cache import page_dtype
 from jaxrl.runtime.compilation import CompileThreads, compile_in_threads
@@ -104,8 +103,8 @@ class PagedEngine:
 
         The handle keeps its pages until `release_prefix`.
         """
-        prefix, plans = self.scheduler.prefill(tokens, adapter)
-        self._prefill(params, plans)
+        prefix, work = self.scheduler.prefill(tokens, adapter)
+        self._prefill(params, work)
         return prefix
 
     def release_prefix(self, prefix: Prefix) -> None:
@@ -114,8 +113,8 @@ class PagedEngine:
     def insert(self, prefix: Prefix, request: Request) -> int:
         """Starts a sequence from a prefix. Returns its slot."""
         self._check_request(request)
-        slot, plans = self.scheduler.insert(prefix, request)
-        self._copy(plans)
+        slot, work = self.scheduler.insert(prefix, request)
+        self._copy(work)
         return slot
 
     def submit(self, request: Request) -> int:
@@ -130,7 +129,7 @@ class PagedEngine:
             output = self._mixed(params, plans)
         else:
             seqs = [plan.decode for plan in plans]
-            self._prefill(params, plans)
+            self._prefill(params, [plan.prefill for plan in plans])
             if not any(seqs):
                 return []
             n_steps = min(plan.n_steps for plan in plans if plan.decode)
@@ -269,45 +268,45 @@ class PagedEngine:
 
     # Dispatches
 
-    def _prefill(self, params: Tree, plans: list[DeviceWork]) -> None:
-        """Runs the copies and the prefill of the plans."""
-        self._copy(plans)
-        rows = self._prefill_rows(plans)
+    def _prefill(self, params: Tree, work: list[PrefillWork]) -> None:
+        """Runs the copies and the prefill of each replica."""
+        self._copy(work)
+        rows = self._prefill_rows(work)
         while longest := max(map(len, rows)):
             ready = self._ready("prefill", self.shapes.prefill_buckets)
             bucket = max((b for b in ready if b <= longest), default=ready[0])
             self.runner.prefill(params, [own[:bucket] for own in rows], bucket)
             rows = [own[bucket:] for own in rows]
-        self._copy_prefilled(plans)
+        self._copy_prefilled(work)
 
-    def _mixed(self, params: Tree, plans: list[DeviceWork]) -> DecodeOutput:
+    def _mixed(self, params: Tree, plans: list[DispatchPlan]) -> DecodeOutput:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
-        seqs = [plan.previously_running for plan in plans]
+        work, seqs = [p.prefill for p in plans], [p.previously_running for p in plans]
         adjusted = _adjusted(seqs)
         if not self._ready("mixed", self.shapes.prefill_buckets[-1:], adjusted=adjusted):
-            self._prefill(params, plans)
+            self._prefill(params, work)
             return self._decode(params, seqs, n_steps=1)
-        self._copy(plans)
-        rows = self._prefill_rows(plans)
+        self._copy(work)
+        rows = self._prefill_rows(work)
         output = self.runner.mixed(params, rows, seqs, adjusted=adjusted)
-        self._copy_prefilled(plans)
+        self._copy_prefilled(work)
         return output
 
-    def _prefill_rows(self, plans: list[DeviceWork]) -> list[list[PrefillChunk]]:
+    def _prefill_rows(self, work: list[PrefillWork]) -> list[list[PrefillChunk]]:
         """The prefill rows of each replica."""
-        rows = [split_rows(plan.prefill, self.shapes.prefill_row_len) for plan in plans]
+        rows = [split_rows(own.chunks, self.shapes.prefill_row_len) for own in work]
         self._stats.n_prefill_tokens += sum(len(row.tokens) for own in rows for row in own)
         return rows
 
-    def _copy(self, plans: list[DeviceWork]) -> None:
+    def _copy(self, work: list[PrefillWork]) -> None:
         """The copies before prefill."""
-        _in_calls(self.runner.copy_pages, [plan.copies for plan in plans])
-        _in_calls(self.runner.copy_states, [plan.state_copies for plan in plans])
+        _in_calls(self.runner.copy_pages, [own.copies for own in work])
+        _in_calls(self.runner.copy_states, [own.state_copies for own in work])
 
-    def _copy_prefilled(self, plans: list[DeviceWork]) -> None:
+    def _copy_prefilled(self, work: list[PrefillWork]) -> None:
         """The copies of pages and states that prefill wrote."""
-        _in_calls(self.runner.copy_pages, [plan.post_prefill_copies for plan in plans])
-        _in_calls(self.runner.copy_states, [plan.post_prefill_state_copies for plan in plans])
+        _in_calls(self.runner.copy_pages, [own.post_prefill_copies for own in work])
+        _in_calls(self.runner.copy_states, [own.post_prefill_state_copies for own in work])
 
     def _decode(self, params: Tree, seqs: list[list[Sequence]], n_steps: int) -> DecodeOutput:
         if any(seq.allowed is not None for own in seqs for seq in own):
@@ -353,7 +352,7 @@ class PagedEngine:
             behavior_logp=output.behavior_logp[row, :n_new].copy(),
             finish=finish,
             support=self._support(output, row, n_new),
-            top=_top(output, row, n_new) if request.top_logprobs else None,
+            top=output.top_tokens(row, n_new) if request.top_logprobs else None,
             error=error,
             version=self.scheduler.version,
         )
@@ -367,18 +366,18 @@ class PagedEngine:
         return from_bits(output.support[:n_new, row])
 
     def _count(self, seqs: list[list[Sequence]], output: DecodeOutput) -> None:
-        self._stats.add_dispatch(
-            n_steps=output.n_steps,
-            n_running=sum(map(len, seqs)),
-            n_waiting=self.scheduler.n_waiting,
-            batch_size=len(output.tokens),
-            cache_used=self.scheduler.cache_utilization,
-        )
-        self._stats.add_tokens(
-            n_tokens=output.n_tokens,
-            n_draft_tokens=output.n_draft_tokens,
-            n_accepted_tokens=output.n_accepted_tokens,
-        )
+        """Adds a dispatch to the counters, with queues and pool as they were during its steps."""
+        stats, n_steps = self._stats, output.n_steps
+        used = self.scheduler.cache_utilization
+        stats.n_steps += n_steps
+        stats.n_batch_slots += len(output.tokens) * n_steps
+        stats.running += sum(map(len, seqs)) * n_steps
+        stats.waiting += self.scheduler.n_waiting * n_steps
+        stats.cache_used += used * n_steps
+        stats.cache_used_max = max(stats.cache_used_max, used)
+        stats.n_tokens += output.n_tokens
+        stats.n_draft_tokens += output.n_draft_tokens
+        stats.n_accepted_tokens += output.n_accepted_tokens
 
     def _check_request(self, request: Request) -> None:
         n_adapters = self.cfg.lora.n_stacked if self.cfg.lora else 0
@@ -391,7 +390,7 @@ class PagedEngine:
                 f"{n} stop token ids (end-of-sequence ids included), at most {MAX_STOP_IDS} are "
                 "supported; shorten config.rollout.sampling.stop_token_ids"
             )
-        if request.adjusted and not self.adjustable:
+        if _is_adjusted(request) and not self.adjustable:
             raise ValueError(
                 "this engine was built without logit adjustments and top logprobs; set "
                 "adjustable=True"
@@ -408,15 +407,12 @@ def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
 
 def _adjusted(seqs: list[list[Sequence]]) -> bool:
     """Whether a sequence needs the programs with adjustments."""
-    return any(seq.request.adjusted for own in seqs for seq in own)
+    return any(_is_adjusted(seq.request) for own in seqs for seq in own)
 
 
-def _top(output: DecodeOutput, row: int, n_new: int) -> TopTokens | None:
-    """The most likely tokens at the new tokens of a row."""
-    if output.top is None:
-        return None
-    ids, bits = np.split(output.top[:n_new, row], 2, axis=1)
-    return TopTokens(ids.copy(), bits.copy().view(np.float32))
+def _is_adjusted(request: Request) -> bool:
+    """Whether it needs the programs that change logits and return the most likely tokens."""
+    return request.adjustments is not None or request.top_logprobs
 
 
 def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:

@@ -1,4 +1,4 @@
-"""Prefill of sequences: the pages and the state that they find, and the rows that they compute."""
+"""Prefill of sequences: the pages and the state that they find, and the work that is left."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,41 @@ from jaxrl.engine.pages import (
     root,
 )
 from jaxrl.engine.states import ZERO, StateSlots
-from jaxrl.engine.work import DeviceWork, PageCopy, PrefillChunk
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens to prefill at positions start, start + 1, ... of one sequence."""
+
+    tokens: np.ndarray
+    start: int
+    # By window, the device pages of the sequence from position 0 (`PagePool.tables`); those of
+    # shared pages as `read_only`.
+    tables: dict[int, list[int]]
+    adapter: int = 0  # of the sequence; 0 = the base model
+    source: int = ZERO  # slot of the state before the tokens
+    target: int = ZERO  # slot of the state after them
+
+
+PageCopy = tuple[int, ...]  # from page, to page; the same of the device pages by window
+StateCopy = tuple[int, int]  # from slot, to slot
+UNLIMITED = 1 << 40  # rows
+
+
+@dataclasses.dataclass
+class PrefillWork:
+    """The prefill of one dispatch with its copies, executed in the order of the fields."""
+
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    state_copies: list[StateCopy] = dataclasses.field(default_factory=list)
+    chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
+    # Copies of pages and of states that the chunks write.
+    post_prefill_copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    post_prefill_state_copies: list[StateCopy] = dataclasses.field(default_factory=list)
+    row_budget: int = UNLIMITED  # rows that may still be added
+    written_pages: set[int] = dataclasses.field(default_factory=set)  # by the chunks
+    written_states: set[int] = dataclasses.field(default_factory=set)  # snapshots, by the chunks
+    pinned_states: set[int] = dataclasses.field(default_factory=set)  # snapshots in use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +85,7 @@ class PrefillPlanner:
             pool.on_remove = states.forget
 
     def allocate(
-        self, tokens: np.ndarray, adapter: int, *, n_tokens: int, plan: DeviceWork
+        self, tokens: np.ndarray, adapter: int, *, n_tokens: int, work: PrefillWork
     ) -> CachedPrefix:
         """Pages for `n_tokens` tokens that start with `tokens`, some already cached, and a state.
 
@@ -62,10 +96,10 @@ class PrefillPlanner:
         found = pool.match_prefix(tokens, adapter)
         start, source = len(tokens), ZERO
         if self.states is not None:
-            start, source = self._find_state(self.states, tokens, found, adapter, plan)
+            start, source = self._find_state(self.states, tokens, found, adapter, work)
         n_shared, n_cached = len(found.pages), len(found.pages) * pool.page_len
         n_found = n_cached + found.n_partial
-        copied = self._copies_partial(found, start, len(tokens), plan)
+        copied = self._copies_partial(found, start, len(tokens), work)
         partial = pool.device_pages(found.partial) if copied else ()
         if copied:
             n_cached = n_found
@@ -79,25 +113,25 @@ class PrefillPlanner:
         )
         n_pages = max(pool.pages_for(n_tokens), pool.pages_for(len(tokens)))
         pages = pool.take(found.pages, n_pages - n_shared, first)
-        state = self.allocate_state(pages, plan)
+        state = self.allocate_state(pages, work)
         if copied:
-            late = found.partial in plan.prefilled_pages
-            copies = plan.post_prefill_copies if late else plan.copies
+            late = found.partial in work.written_pages
+            copies = work.post_prefill_copies if late else work.copies
             copies.append(page_copy(partial, pool.device_pages(pages[n_shared])))
         return CachedPrefix(pages, first, n_shared, fresh, n_found, n_cached, start, source, state)
 
     def _copies_partial(
-        self, found: PrefixMatch, start: int, n_tokens: int, plan: DeviceWork
+        self, found: PrefixMatch, start: int, n_tokens: int, work: PrefillWork
     ) -> bool:
         """Whether to copy the page that matches in part.
 
         Copies run before prefill, which writes after the copied tokens, and before a copied page
-        that an allocation evicted is reused. A page that this plan's prefill still has to write is
+        that an allocation evicted is reused. A page that this dispatch still has to write is
         copied after it, and only if nothing is left to compute.
         """
         n_cached = len(found.pages) * self.pool.page_len
         n_found = n_cached + found.n_partial
-        unwritten = found.partial in plan.prefilled_pages
+        unwritten = found.partial in work.written_pages
         complete = n_found == n_tokens
         finished = complete and start == n_tokens
         needed = self.states is not None and start > n_cached
@@ -112,15 +146,15 @@ class PrefillPlanner:
         tokens: np.ndarray,
         found: PrefixMatch,
         adapter: int,
-        plan: DeviceWork,
+        work: PrefillWork,
     ) -> tuple[int, int]:
         """(n, slot) of the longest snapshot: the state after n tokens, whose KV is in `found`.
 
-        Snapshots and pages that this plan's prefill writes count only if nothing is left to
+        Snapshots and pages that this dispatch writes count only if nothing is left to
         compute.
         """
         page_len, whole = self.pool.page_len, tokens.tobytes()
-        unwritten = found.partial in plan.prefilled_pages
+        unwritten = found.partial in work.written_pages
         n_found = len(found.pages) * page_len + found.n_partial
         for i in range(len(found.pages), -1, -1):
             parent = found.pages[i - 1] if i else root(adapter)
@@ -131,20 +165,20 @@ class PrefillPlanner:
             finished = last and n_found == len(tokens) and match and match[0] == after
             if not finished:
                 after = b"" if last and unwritten else after
-                match = states.longest(parent, after, plan.prefilled_states)
+                match = states.longest(parent, after, work.written_states)
             if match is not None:
                 known, slot = match
-                plan.pinned_states.add(slot)
+                work.pinned_states.add(slot)
                 states.use(slot)
                 return i * page_len + len(known) // ITEM, slot
         return 0, ZERO
 
-    def allocate_state(self, pages: list[int], plan: DeviceWork) -> int:
+    def allocate_state(self, pages: list[int], work: PrefillWork) -> int:
         """A slot of state for a sequence with these pages, which are released if there is none."""
         if self.states is None:
             return ZERO
         try:
-            return self.states.allocate(plan.pinned_states)
+            return self.states.allocate(work.pinned_states)
         except OutOfPages:
             self.pool.release(pages)
             raise
@@ -168,49 +202,49 @@ class PrefillPlanner:
         self,
         tokens: np.ndarray,
         found: CachedPrefix,
-        plan: DeviceWork,
+        work: PrefillWork,
         adapter: int,
         *,
         snapshot_at_end: bool = True,
     ) -> None:
-        """Adds the prefill of the tokens that are not found to the plan."""
+        """Adds the prefill of the tokens that are not found to the work."""
         page_len = self.pool.page_len
-        plan.prefilled_pages.update(*found.fresh)
+        work.written_pages.update(*found.fresh)
         if found.n_found < len(tokens):
-            plan.prefilled_pages.update(
+            work.written_pages.update(
                 found.pages[found.n_cached // page_len : self.pool.pages_for(len(tokens))]
             )
             self.pool.add_prefix(tokens, found.pages, adapter)
         if self.states is None:
-            self._add_rows(tokens, found.start, found, plan, adapter)
+            self._add_rows(tokens, found.start, found, work, adapter)
         else:
-            self._prefill_from_state(tokens, found, plan, adapter, snapshot_at_end)
+            self._prefill_from_state(tokens, found, work, adapter, snapshot_at_end)
 
     def _prefill_from_state(
         self,
         tokens: np.ndarray,
         found: CachedPrefix,
-        plan: DeviceWork,
+        work: PrefillWork,
         adapter: int,
         snapshot_at_end: bool,
     ) -> None:
         """The rows from the state that was found to the sequence's own, by way of snapshots."""
         source, start, state = found.source, found.start, found.state
         border = found.n_cached // self.pool.page_len * self.pool.page_len
-        if start < border < len(tokens) and (snapshot := self._snapshot_slot(plan)):
+        if start < border < len(tokens) and (snapshot := self._snapshot_slot(work)):
             # Another prefix has the pages until here: more may follow.
-            self._add_rows(tokens[:border], start, found, plan, adapter, source, snapshot)
-            self.keep_state(snapshot, tokens[:border], found.pages, adapter, plan)
+            self._add_rows(tokens[:border], start, found, work, adapter, source, snapshot)
+            self.keep_state(snapshot, tokens[:border], found.pages, adapter, work)
             source, start = snapshot, border
         if start < len(tokens):
-            snapshot = self._snapshot_slot(plan) if snapshot_at_end else 0
-            self._add_rows(tokens, start, found, plan, adapter, source, snapshot or state)
+            snapshot = self._snapshot_slot(work) if snapshot_at_end else 0
+            self._add_rows(tokens, start, found, work, adapter, source, snapshot or state)
             if snapshot:
-                self.keep_state(snapshot, tokens, found.pages, adapter, plan)
+                self.keep_state(snapshot, tokens, found.pages, adapter, work)
             source = snapshot or state
         if source != state:
-            late = source in plan.prefilled_states
-            copies = plan.post_prefill_state_copies if late else plan.state_copies
+            late = source in work.written_states
+            copies = work.post_prefill_state_copies if late else work.state_copies
             copies.append((source, state))
 
     def _add_rows(
@@ -218,18 +252,16 @@ class PrefillPlanner:
         tokens: np.ndarray,
         start: int,
         found: CachedPrefix,
-        plan: DeviceWork,
+        work: PrefillWork,
         adapter: int,
         source: int = ZERO,
         target: int = ZERO,
     ) -> None:
-        """Adds the tokens from `start` on to the plan's prefill."""
+        """Adds the tokens from `start` on to the work."""
         if start < len(tokens):
             tables = self._tables(found)
-            plan.prefill.append(
-                PrefillChunk(tokens[start:], start, tables, adapter, source, target)
-            )
-            plan.row_budget -= -(-(len(tokens) - start) // self.row_len)
+            work.chunks.append(PrefillChunk(tokens[start:], start, tables, adapter, source, target))
+            work.row_budget -= -(-(len(tokens) - start) // self.row_len)
 
     def _tables(self, found: CachedPrefix) -> dict[int, list[int]]:
         """The page tables of prefill, which writes to no page that is shared."""
@@ -240,27 +272,32 @@ class PrefillPlanner:
                     table[i] = read_only(table[i])
         return tables
 
-    def _snapshot_slot(self, plan: DeviceWork) -> int:
-        """A slot for a snapshot, or 0 if this plan uses all."""
+    def _snapshot_slot(self, work: PrefillWork) -> int:
+        """A slot for a snapshot, or 0 if this dispatch uses all."""
         assert self.states is not None
         try:
-            return self.states.allocate(plan.pinned_states)
+            return self.states.allocate(work.pinned_states)
         except OutOfPages:
             return 0
 
     def keep_state(
-        self, slot: int, tokens: np.ndarray, pages: list[int], adapter: int, plan: DeviceWork | None
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        pages: list[int],
+        adapter: int,
+        work: PrefillWork | None,
     ) -> None:
         """Makes the slot the snapshot of the state after these tokens, whose pages are cached.
 
-        `plan` is the one whose prefill writes it, if there is one.
+        `work` is the one that writes it, if there is one.
         """
         assert self.states is not None
         n_full = len(tokens) // self.pool.page_len
         parent = pages[n_full - 1] if n_full else root(adapter)
-        if plan is not None:
-            plan.prefilled_states.add(slot)
-            plan.pinned_states.add(slot)
+        if work is not None:
+            work.written_states.add(slot)
+            work.pinned_states.add(slot)
         self.states.keep(slot, parent, tokens[n_full * self.pool.page_len :].tobytes())
 
 

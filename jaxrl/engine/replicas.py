@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 
 from jaxrl.engine.api import Prefix, Request
-from jaxrl.engine.scheduler import Scheduler
-from jaxrl.engine.work import DeviceWork, Sequence
+from jaxrl.engine.prefill import PrefillWork
+from jaxrl.engine.scheduler import DispatchPlan, Scheduler, Sequence
 
 
 class ReplicaScheduler:
@@ -67,22 +67,22 @@ class ReplicaScheduler:
         for scheduler in self.schedulers:
             scheduler.set_version(version)
 
-    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, list[DeviceWork]]:
-        """`Scheduler.prefill` on the replica with the most free pages; one plan per replica."""
+    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, list[PrefillWork]]:
+        """`Scheduler.prefill` on the replica with the most free pages; the work of each replica."""
         r = max(range(len(self.schedulers)), key=lambda r: self.schedulers[r].pool.n_free)
-        prefix, plan = self.schedulers[r].prefill(tokens, adapter)
-        return dataclasses.replace(prefix, replica=r), self._plans(r, plan)
+        prefix, work = self.schedulers[r].prefill(tokens, adapter)
+        return dataclasses.replace(prefix, replica=r), self._by_replica(r, work)
 
-    def insert(self, prefix: Prefix, request: Request) -> tuple[int, list[DeviceWork]]:
-        local, plan = self.schedulers[prefix.replica].insert(prefix, request)
+    def insert(self, prefix: Prefix, request: Request) -> tuple[int, list[PrefillWork]]:
+        local, work = self.schedulers[prefix.replica].insert(prefix, request)
         slot = self._new_slot()
         self._slots[prefix.replica, local] = slot
-        return slot, self._plans(prefix.replica, plan)
+        return slot, self._by_replica(prefix.replica, work)
 
     def release_prefix(self, prefix: Prefix) -> None:
         self.schedulers[prefix.replica].release_prefix(prefix)
 
-    def plan(self) -> list[DeviceWork]:
+    def plan(self) -> list[DispatchPlan]:
         """The next plan of each replica.
 
         All replicas run the smallest `n_steps` of them, or one step if any plan is full.
@@ -131,6 +131,6 @@ class ReplicaScheduler:
         self._next_slot += 1
         return self._next_slot - 1
 
-    def _plans(self, replica: int, plan: DeviceWork) -> list[DeviceWork]:
-        """`plan` for one replica and empty plans for the others."""
-        return [plan if r == replica else DeviceWork() for r in range(len(self.schedulers))]
+    def _by_replica(self, replica: int, work: PrefillWork) -> list[PrefillWork]:
+        """`work` for one replica and none for the others."""
+        return [work if r == replica else PrefillWork() for r in range(len(self.schedulers))]

@@ -1,15 +1,92 @@
-"""Host-side continuous batching: waiting and running queues, and page allocation."""
+"""Host-side continuous batching: sequences in queues, and the plan of each dispatch."""
 
 import bisect
 import collections
+import dataclasses
 
 import numpy as np
 
 from jaxrl.engine.api import Prefix, Request
 from jaxrl.engine.pages import OutOfPages, PagePool
-from jaxrl.engine.prefill import CachedPrefix, PrefillPlanner, page_copy
+from jaxrl.engine.prefill import CachedPrefix, PrefillPlanner, PrefillWork, page_copy
 from jaxrl.engine.states import ZERO, StateSlots
-from jaxrl.engine.work import DeviceWork, Sequence
+
+
+class Sequence:
+    """A request with its tokens and pages.
+
+    The KV of its last token is not cached yet: the next decode step feeds that token.
+    """
+
+    def __init__(self, slot: int, request: Request):
+        self.slot, self.request = slot, request
+        self.n_tokens = len(request.tokens)
+        self._buffer = np.empty(self.n_tokens + request.max_tokens, np.int32)
+        self._buffer[: self.n_tokens] = request.tokens
+        self.pages: list[int] = []
+        self.first: tuple[int, ...] = ()  # by window, index of the first page that it still sees
+        self.tables: dict[int, list[int]] = {}  # `PagePool.tables`, as of the last plan
+        self.state = ZERO  # slot of its state while it runs; of models without one, always this
+        self.mixed_versions = False  # its KV was computed by more than one policy version
+        self.n_chunk_tokens = 0  # tokens prefilled in chunks while it was waiting
+        grammar = request.adjustments and request.adjustments.grammar
+        self._matcher = grammar.matcher() if grammar else None
+        # uint32 [W], the tokens that the grammar allows next; None without a grammar
+        self.allowed = self._matcher.allowed() if self._matcher else None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32, prompt and response so far."""
+        return self._buffer[: self.n_tokens]
+
+    @property
+    def last_token(self) -> int:
+        return int(self._buffer[self.n_tokens - 1])
+
+    @property
+    def remaining(self) -> int:
+        return len(self._buffer) - self.n_tokens
+
+    @property
+    def remaining_in_dispatch(self) -> int:
+        """A grammar's next tokens are known after each token only."""
+        return self.remaining if self._matcher is None else min(self.remaining, 1)
+
+    def follow_grammar(self, tokens: list[int]) -> None:
+        """Finds the tokens that may follow these. Raises GrammarError."""
+        if self._matcher is not None:
+            self._matcher.accept(tokens)
+            self.allowed = self._matcher.allowed()
+
+    def append(self, tokens: list[int]) -> None:
+        self._buffer[self.n_tokens : self.n_tokens + len(tokens)] = tokens
+        self.n_tokens += len(tokens)
+
+    def cached_tokens(self) -> np.ndarray:
+        """The tokens whose KV must be in the cache before the next decode step."""
+        return self.tokens[:-1]
+
+    def n_cached_after(self, n_steps: int) -> int:
+        """Tokens with KV in the cache after `n_steps` more decode steps."""
+        return self.n_tokens - 1 + min(n_steps, self.remaining)
+
+
+@dataclasses.dataclass
+class DispatchPlan:
+    """The work of one dispatch of a replica: prefill, then decode steps."""
+
+    n_steps: int  # decode steps
+    previously_running: list[Sequence] = dataclasses.field(default_factory=list)
+    prefill: PrefillWork = dataclasses.field(default_factory=PrefillWork)
+    decode: list[Sequence] = dataclasses.field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        """Whether prefill uses the whole token budget of a dispatch.
+
+        Then `previously_running` makes one decode step in the same dispatch, and no others follow.
+        """
+        return self.prefill.row_budget == 0
 
 
 class Scheduler:
@@ -77,7 +154,7 @@ class Scheduler:
             for seq in self.running:
                 seq.mixed_versions = True
 
-    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, DeviceWork]:
+    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, PrefillWork]:
         """Allocates the pages of a prompt and plans its prefill with an adapter.
 
         Raises OutOfPages, or ValueError if the prompt leaves no room for a response.
@@ -88,10 +165,10 @@ class Scheduler:
                 f"a prompt of {len(tokens)} tokens leaves no room for a response in the engine's "
                 f"{self.max_len} tokens; raise config.data.max_prompt_len or shorten the prompt"
             )
-        plan, cached = DeviceWork(), tokens[:-1]
-        found = self._prefill.allocate(cached, adapter, n_tokens=len(cached), plan=plan)
+        work, cached = PrefillWork(), tokens[:-1]
+        found = self._prefill.allocate(cached, adapter, n_tokens=len(cached), work=work)
         self.n_cached_tokens += found.start
-        self._prefill.prefill(cached, found, plan, adapter)
+        self._prefill.prefill(cached, found, work, adapter)
         first = self.pool.slide(found.pages, found.first, len(cached))
         prefix = Prefix(
             tokens,
@@ -101,10 +178,10 @@ class Scheduler:
             state=found.state,
             first=first,
         )
-        return prefix, plan
+        return prefix, work
 
-    def insert(self, prefix: Prefix, request: Request) -> tuple[int, DeviceWork]:
-        """Starts a sequence from `prefix`. Returns its slot and a plan with the page copy it needs.
+    def insert(self, prefix: Prefix, request: Request) -> tuple[int, PrefillWork]:
+        """Starts a sequence from `prefix`. Returns its slot and the work of the copies it needs.
 
         Raises OutOfPages, or ValueError if all slots are taken, the prompts differ, or the policy
         version has changed.
@@ -127,20 +204,20 @@ class Scheduler:
             )
         seq = self._new_sequence(request)
         n_full, rest = divmod(len(prefix.tokens) - 1, self.pool.page_len)
-        plan = DeviceWork()
+        work = PrefillWork()
         tail = self.pool.allocate(1 if rest else 0)
         if rest:
             pages = prefix.pages[n_full], tail[0]
-            plan.copies.append(page_copy(*map(self.pool.device_pages, pages)))
+            work.copies.append(page_copy(*map(self.pool.device_pages, pages)))
         seq.pages = self.pool.share(prefix.pages[:n_full], prefix.first) + tail
         seq.first = prefix.first
         if self.states is not None:
-            seq.state = self._prefill.allocate_state(seq.pages, plan)
-            plan.state_copies.append((prefix.state, seq.state))
+            seq.state = self._prefill.allocate_state(seq.pages, work)
+            work.state_copies.append((prefix.state, seq.state))
         self.running.append(seq)
-        return seq.slot, plan
+        return seq.slot, work
 
-    def plan(self, *, limit_prefill: bool = False) -> DeviceWork:
+    def plan(self, *, limit_prefill: bool = False) -> DispatchPlan:
         """Allocates pages for the next steps of running sequences, then starts waiting ones.
 
         With `limit_prefill`, prefill is limited to the token budget of one dispatch. Raises
@@ -148,9 +225,9 @@ class Scheduler:
         """
         n_steps = self._reserve()
         running = sorted(self.running, key=lambda seq: seq.slot)
-        plan = DeviceWork(n_steps=n_steps, previously_running=running)
+        plan = DispatchPlan(n_steps, previously_running=running)
         if limit_prefill and self.pool.keep:
-            plan.row_budget = self.rows_per_dispatch
+            plan.prefill.row_budget = self.rows_per_dispatch
         # If pages are so scarce that steps were reduced, a new sequence would soon be preempted.
         if plan.n_steps == self.steps_per_dispatch or not self.running:
             while self.waiting and len(self.running) < self.max_num_seqs and not plan.full:
@@ -164,7 +241,7 @@ class Scheduler:
         plan.decode = list(self.running)
         return plan
 
-    def _start_with_one_step(self, plan: DeviceWork) -> None:
+    def _start_with_one_step(self, plan: DispatchPlan) -> None:
         """Starts the first waiting sequence for one step.
 
         Used when idle and too few pages are free for a full dispatch.
@@ -260,39 +337,39 @@ class Scheduler:
         self.waiting.insert(bisect.bisect(self.waiting, seq.slot, key=lambda s: s.slot), seq)
         self.n_preempted += 1
 
-    def _start(self, seq: Sequence, plan: DeviceWork) -> bool:
+    def _start(self, seq: Sequence, plan: DispatchPlan) -> bool:
         """Starts the first waiting sequence, or prefills a chunk of it if the budget is too small.
 
         Returns False if its pages are not free.
         """
         tokens, n_tokens = seq.cached_tokens(), seq.n_cached_after(plan.n_steps)
-        adapter = seq.request.adapter
+        work, adapter = plan.prefill, seq.request.adapter
         try:
-            found = self._prefill.allocate(tokens, adapter, n_tokens=n_tokens, plan=plan)
+            found = self._prefill.allocate(tokens, adapter, n_tokens=n_tokens, work=work)
         except OutOfPages:
             return False
-        if len(tokens) - found.start > plan.row_budget * self.row_len:
-            self._prefill_chunk(seq, found, plan)
+        if len(tokens) - found.start > work.row_budget * self.row_len:
+            self._prefill_chunk(seq, found, work)
             return True
         self.n_cached_tokens += max(found.start - seq.n_chunk_tokens, 0)
-        self._prefill.prefill(tokens, found, plan, adapter)
+        self._prefill.prefill(tokens, found, work, adapter)
         seq.pages, seq.first, seq.state = found.pages, found.first, found.state
         seq.mixed_versions, seq.n_chunk_tokens = False, 0
         self.running.append(self.waiting.popleft())
         return True
 
-    def _prefill_chunk(self, seq: Sequence, found: CachedPrefix, plan: DeviceWork) -> None:
+    def _prefill_chunk(self, seq: Sequence, found: CachedPrefix, work: PrefillWork) -> None:
         """Prefills as many tokens as the budget allows, in full pages, which stay in the tree.
 
         The state after them becomes a snapshot.
         """
         # More than found.
-        n = (found.start + plan.row_budget * self.row_len) // self.pool.page_len
+        n = (found.start + work.row_budget * self.row_len) // self.pool.page_len
         found = self._prefill.shorten(found, n)
         chunk, adapter = seq.cached_tokens()[: n * self.pool.page_len], seq.request.adapter
-        self._prefill.prefill(chunk, found, plan, adapter, snapshot_at_end=False)
+        self._prefill.prefill(chunk, found, work, adapter, snapshot_at_end=False)
         if self.states is not None:
-            self._prefill.keep_state(found.state, chunk, found.pages, adapter, plan)
+            self._prefill.keep_state(found.state, chunk, found.pages, adapter, work)
         self.pool.release(found.pages, found.first)
         seq.n_chunk_tokens += len(chunk) - found.start
 
@@ -305,7 +382,7 @@ class Scheduler:
         if kept:
             seq.pages = self.pool.add_prefix(tokens, seq.pages, adapter)
         if self.states is not None and kept and len(tokens):
-            self._prefill.keep_state(seq.state, tokens, seq.pages, adapter, plan=None)
+            self._prefill.keep_state(seq.state, tokens, seq.pages, adapter, work=None)
         elif self.states is not None:
             self.states.free(seq.state)
         self.pool.release(seq.pages)

@@ -141,17 +141,6 @@ def make_critic(
     return Critic(folder, decoder, scorer, optimizer, update, state, offload)
 
 
-def policy_steps(cfg: RunConfig, total_steps: int) -> int:
-    """Number of steps that update the policy. Raises ValueError if critic warm-up leaves none."""
-    warmup_steps = cfg.critic.warmup_steps
-    if 0 < total_steps <= warmup_steps:
-        raise ValueError(
-            f"config.critic.warmup_steps={warmup_steps} leaves none of the {total_steps} steps to "
-            "the policy; set fewer"
-        )
-    return total_steps - warmup_steps
-
-
 def reward_model_scorer(
     cfg: RunConfig, backbone: DecoderConfig, dtype: jnp.dtype
 ) -> tuple[ValueScorer, DecoderConfig]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.layout import role_layout, training_rules
-from jaxrl.learner.critic import Critic, ValueScorer, make_critic, policy_steps, shared_value_scorer
+from jaxrl.learner.critic import Critic, ValueScorer, make_critic, shared_value_scorer
 from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
 from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.state import abstract_state
@@ -79,6 +79,17 @@ def make_learner(
         critic=critic,
         abstract=abstract_state(specs, dtype, optimizer, rules, mesh, offload=offload),
     )
+
+
+def policy_steps(cfg: RunConfig, total_steps: int) -> int:
+    """Number of steps that update the policy. Raises ValueError if critic warm-up leaves none."""
+    warmup_steps = cfg.critic.warmup_steps
+    if 0 < total_steps <= warmup_steps:
+        raise ValueError(
+            f"config.critic.warmup_steps={warmup_steps} leaves none of the {total_steps} steps to "
+            "the policy; set fewer"
+        )
+    return total_steps - warmup_steps
 
 
 def make_scorers(

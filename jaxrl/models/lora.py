@@ -27,7 +27,7 @@ from jaxrl.models.layers.mlp import SHARED_GATE
 from jaxrl.models.layers.moe import MoE
 from jaxrl.models.layers.tables import TABLES, EmbeddingAdapter
 from jaxrl.models.quantize import matrix_inputs
-from jaxrl.models.spec import ParamSpec, init_params, is_spec, map_specs
+from jaxrl.models.spec import ParamSpec, init_params
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -97,7 +97,7 @@ def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
     plain = dataclasses.replace(decoder, lora=None, base_dtype="", stacked=False)
     kinds = {layer.kind: layer for layer in decoder.layers}
     few = decoder_specs(dataclasses.replace(plain, layers=tuple(kinds.values())))
-    shapes = {spec.hf: spec.hf_shape for spec in jax.tree.leaves(few, is_leaf=is_spec)}
+    shapes = {spec.hf: spec.hf_shape for spec in jax.tree.leaves(few)}
     found: dict[str, tuple[int, int]] = {}
     for hf in matrix_inputs(few):
         name = LAYER_PREFIX.sub("", hf).removesuffix(".weight").replace(".{expert}", "")
@@ -159,7 +159,7 @@ def add_adapters(
     def leaf(path, spec: ParamSpec) -> jax.Array:
         return leaves[path] if path in leaves else init_params(key, spec, rules, dtype)
 
-    model = jax.tree.map_with_path(leaf, specs, is_leaf=is_spec)
+    model = jax.tree.map_with_path(leaf, specs)
     if lora.pissa:
         model = with_start(model, rules)
     return with_magnitudes(model, rules) if lora.dora else model
@@ -250,7 +250,7 @@ def combine(trained: Tree, frozen: Tree) -> Tree:
         lambda a, b: b if isinstance(a, optax.MaskedNode) else a,
         trained,
         frozen,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode) or is_spec(node),
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
 
 
@@ -289,13 +289,13 @@ def _in_parts(model: Decoder, *parts: str) -> Tree:
     All arrays of a model without adapters are.
     """
     if model.cfg.lora is None:
-        return map_specs(lambda _: True, model)
+        return jax.tree.map(lambda _: True, model)
 
     def is_part(path, _) -> bool:
         names = {getattr(key, "name", getattr(key, "key", None)) for key in path}
         return not names.isdisjoint(parts)
 
-    return jax.tree.map_with_path(is_part, model, is_leaf=is_spec)
+    return jax.tree.map_with_path(is_part, model)
 
 
 def _select(model: Tree, chosen: Tree) -> Tree:

@@ -14,9 +14,9 @@ from jaxrl.planner.compilation import ProgramTooLarge, compile_programs
 from jaxrl.planner.estimate import estimate_memory, step_seconds
 from jaxrl.planner.plan import Plan, assemble_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
-from jaxrl.planner.remedies import remedies_text, settings_of
+from jaxrl.planner.remedies import remedies_text
 from jaxrl.planner.report import as_text, format_bytes, format_seconds
-from jaxrl.planner.sizes import Job
+from jaxrl.planner.sizes import Job, settings_of
 from jaxrl.planner.topology import Topology
 from sharding import target_platform
 

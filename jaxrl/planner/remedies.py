@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxrl.planner.estimate import estimate_memory
-from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.search import MLP_CHUNK
-from jaxrl.planner.sizes import CandidateSettings, Job
-from sharding import abstract_mesh
+from jaxrl.planner.sizes import CandidateSettings, Job, settings_of
 
 MAX_SHOWN = 8
 LEAST_BYTES = 2**-10  # of the memory of a device: changes that free less are left out
@@ -35,24 +33,6 @@ def remedies_text(job: Job) -> str:
         lines.append(f"  for the rollout lower {' and '.join(rollout_keys)}, or the lengths")
     lines.append("--search of python -m jaxrl.plan tries them together and compiles the best")
     return "\n".join(lines)
-
-
-def settings_of(job: Job) -> CandidateSettings:
-    """The settings of the config."""
-    cfg, learner = job.cfg, job.cfg.learner
-    n_training = len(sides(cfg, job.machine)[0])
-    mesh = abstract_mesh(n_training, **dataclasses.asdict(cfg.mesh))
-    return CandidateSettings(
-        dict(mesh.shape),
-        learner.token_budget,
-        learner.remat,
-        offload=learner.offload,
-        zero=learner.zero,
-        mlp_chunk=learner.mlp_chunk,
-        pipeline_schedule=learner.pipeline_schedule,
-        rollout_tensor=cfg.rollout.tensor,
-        release_kv=cfg.rollout.release_kv,
-    )
 
 
 def smaller(job: Job, current: CandidateSettings) -> Iterator[tuple[str, CandidateSettings]]:

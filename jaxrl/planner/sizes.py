@@ -20,9 +20,10 @@ from jaxrl.models.kv_cache import page_bytes, slot_bytes
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params, is_spec, map_specs
 from jaxrl.planner.programs import Lengths, OfflineWorkload
+from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.topology import Topology
 from jaxrl.types import Tree
-from sharding import bytes_per_device
+from sharding import abstract_mesh, bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +156,24 @@ class CandidateSettings:
     pipeline_schedule: str = "gpipe"  # config.learner.pipeline_schedule
     rollout_tensor: int = 0  # config.rollout.tensor; 0 = the config's
     release_kv: bool = False  # config.rollout.release_kv
+
+
+def settings_of(job: Job) -> CandidateSettings:
+    """The settings of the config."""
+    cfg, learner = job.cfg, job.cfg.learner
+    n_training = len(sides(cfg, job.machine)[0])
+    mesh = abstract_mesh(n_training, **dataclasses.asdict(cfg.mesh))
+    return CandidateSettings(
+        dict(mesh.shape),
+        learner.token_budget,
+        learner.remat,
+        offload=learner.offload,
+        zero=learner.zero,
+        mlp_chunk=learner.mlp_chunk,
+        pipeline_schedule=learner.pipeline_schedule,
+        rollout_tensor=cfg.rollout.tensor,
+        release_kv=cfg.rollout.release_kv,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

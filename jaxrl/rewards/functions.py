@@ -1,12 +1,13 @@
 """Reward functions: the built-in ones by name, and the options that the pool reads."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from jaxrl.config.plugins import import_path, load_plugin, options
 from jaxrl.rewards.calls import RewardFunction
 
 KEY = "reward.functions"
+OWN_PREFIX = "notebook:"  # of the names of functions that the caller of the trainer passes
 BUILT_IN = {
     "by_source": "jaxrl.rewards.verifiers.by_source:by_source",
     "code": "jaxrl.rewards.verifiers.code:code",
@@ -50,6 +51,19 @@ def check_start(spec: str) -> None:
     check = load_plugin(path, built_in={}, key=KEY)
     declared = inspect.signature(check).parameters
     check(**{name: value for name, value in options(spec).items() if name in declared})
+
+
+def check_passed(specs: Sequence[str], passed: Container[str]) -> None:
+    """Raises ValueError if a function of a notebook is named but was not passed."""
+    for spec in specs:
+        if spec.startswith(OWN_PREFIX) and spec not in passed:
+            name = spec.removeprefix(OWN_PREFIX).partition("?")[0]
+            raise ValueError(
+                f"reward.functions {spec!r} is the function {name} of the notebook that started "
+                f"this run, and no such function was passed; pass it with jaxrl.train(..., "
+                f"reward={name}), or write it to a file and set reward.functions to "
+                f"'file.py:{name}'"
+            )
 
 
 def metric_names(specs: Sequence[str]) -> tuple[str, ...]:

@@ -5,15 +5,14 @@ import hashlib
 import inspect
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.rewards.calls import RewardFunction
+from jaxrl.rewards.functions import OWN_PREFIX
 from jaxrl.rewards.worker import answer_calls
 from jaxrl.subprocesses.channel import Channel, WorkerChannel
 from jaxrl.subprocesses.process import WorkerFailed
-
-PREFIX = "notebook:"  # of the names that reward.functions has for such functions
 
 # Name in reward.functions -> function, of the functions that are objects of this process.
 OwnFunctions = Mapping[str, RewardFunction]
@@ -76,7 +75,7 @@ def named(functions: Any) -> OwnFunctions:
                 f"reward={function!r} is no function with a name; define it with `def`, so that a "
                 "resumed run can compare it, or set reward.functions to 'file.py:NAME'"
             )
-        spec = f"{PREFIX}{name}{_source_option(function)}"
+        spec = f"{OWN_PREFIX}{name}{_source_option(function)}"
         if spec in found:
             raise ValueError(f"reward has two functions {name}; give them different names")
         found[spec] = function
@@ -91,16 +90,3 @@ def _source_option(function: RewardFunction) -> str:
     except (OSError, TypeError):
         return ""
     return f"?source={hashlib.sha256(source.encode()).hexdigest()[:8]}"
-
-
-def check_passed(specs: Sequence[str], functions: OwnFunctions) -> None:
-    """Raises ValueError if a function of a notebook is named but was not passed."""
-    for spec in specs:
-        if spec.startswith(PREFIX) and spec not in functions:
-            name = spec.removeprefix(PREFIX).partition("?")[0]
-            raise ValueError(
-                f"reward.functions {spec!r} is the function {name} of the notebook that started "
-                f"this run, and no such function was passed; pass it with jaxrl.train(..., "
-                f"reward={name}), or write it to a file and set reward.functions to "
-                f"'file.py:{name}'"
-            )

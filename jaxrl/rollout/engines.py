@@ -5,16 +5,23 @@ same sequences. With one engine per process there is no communication during dec
 gets a copy of the weights, resharded over its own devices, at the start of a rollout; the processes
 gather the responses at the end. The results are the same, since a token's random number depends
 only on seed, prompt, sample and position.
+
+Rollout workers are divided over the processes, which send them requests and weights:
+
+    process 0 --- workers 0, 1     prompts 0 .. B/2 - 1 of each step
+    process 1 --- workers 2, 3     prompts B/2 .. B - 1
+    process 2                      has none: 4 workers cannot be divided by 3
 """
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.config.keys import SamplingConfig
+from jaxrl.config.keys import RunConfig, SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
@@ -165,3 +172,25 @@ def merge_metrics(per_engine: Sequence[dict[str, float]]) -> dict[str, float]:
         else:
             merged[name] = float(np.mean(values))
     return merged
+
+
+def generating_processes(cfg: RunConfig) -> int:
+    """The number of processes that generate: the first ones of the run.
+
+    With rollout workers these are as many as can have equal numbers of them.
+    """
+    n = hosts.n_processes()
+    if not cfg.schedule.rollout_workers:
+        return n
+    common = math.gcd(*cfg.schedule.n_workers)
+    most = min(n, common, cfg.data.prompts_per_step)
+    return next(k for k in range(most, 0, -1) if common % k == 0)
+
+
+def workers_of_process(cfg: RunConfig) -> tuple[int, int]:
+    """(rollout workers of this process to begin with, the most that it uses)."""
+    n_processes = generating_processes(cfg)
+    if hosts.process_id() >= n_processes:
+        return 0, 0
+    n_workers, most = cfg.schedule.n_workers
+    return n_workers // n_processes, most // n_processes

@@ -12,10 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.api import EngineStats, Request, RequestEngine
-from jaxrl.rewards.arguments import Decode
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
-from jaxrl.types import Prompt, Rollout, Tree
+from jaxrl.types import Decode, Prompt, Rollout, Tree
 
 # (tokens generated, episodes ended, episodes in total)
 OnProgress = Callable[[int, int, int], None]

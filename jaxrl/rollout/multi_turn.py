@@ -19,13 +19,12 @@ from jaxrl.engine.api import Request, RequestEngine
 from jaxrl.environments.api import Turn
 from jaxrl.environments.pool import EnvironmentPool, episode_task
 from jaxrl.json_text import Message
-from jaxrl.rewards.arguments import Decode
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
 from jaxrl.tool_calls.calls import MalformedCall, ParsedTurn, ToolCall, call_ids, template_form
 from jaxrl.tool_calls.formats import ToolFormat
 from jaxrl.tool_calls.parser import parse_turn
-from jaxrl.types import Episode, Rollout
+from jaxrl.types import Decode, Episode, Rollout
 
 POLL_TIMEOUT_S = 0.2  # wait for environments when idle, between two reports of progress
 

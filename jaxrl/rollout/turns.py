@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxrl.data.support import join, unrestricted
 from jaxrl.engine.api import Generated, Request, RequestEngine
-from jaxrl.rewards.arguments import Decode
-from jaxrl.types import Episode, Prompt, Rollout, TokenSets, Tree
+from jaxrl.types import Decode, Episode, Prompt, Rollout, TokenSets, Tree
 
 FIELDS = {  # the lists with one element per token, and their dtypes in a rollout
     "tokens": np.int32,

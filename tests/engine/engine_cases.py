@@ -5,6 +5,7 @@ the same size for any number of slots, and `limit_pages` makes it scarce without
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 
 from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
+from jaxrl.engine.device.model_runner import COPIES, COPIES_PER_CALL, Dispatch
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, Rope, uniform_decoder
@@ -150,9 +152,30 @@ def run_one_by_one(
     return [made[slot] for slot in slots]
 
 
-def has_mixed(engine: PagedEngine) -> bool:
-    """Whether the engine has run a mixed dispatch: prefill with a decode step."""
-    return any(kind == "mixed" for kind, _ in engine.runner.dispatched)
+def record_dispatches(engine: PagedEngine) -> set[Dispatch]:
+    """The programs that the engine runs from now on."""
+    runner, found = engine.runner, set()
+
+    def record(kind: str, bucket: Callable[[tuple], int]) -> None:
+        run = getattr(runner, kind)
+
+        def recorded(*args, **options):
+            found.add(Dispatch(kind, bucket(args), options.get("adjusted", False)))
+            return run(*args, **options)
+
+        setattr(runner, kind, recorded)
+
+    for kind in COPIES:
+        record(kind, lambda args: COPIES_PER_CALL)
+    for kind in ("prefill", "decode"):
+        record(kind, lambda args: args[2])
+    record("mixed", lambda args: runner.shapes.prefill_buckets[-1])
+    return found
+
+
+def has_mixed(dispatched: set[Dispatch]) -> bool:
+    """Whether one of them is mixed: prefill with a decode step."""
+    return any(kind == "mixed" for kind, *_ in dispatched)
 
 
 def trainer_logps(cfg: DecoderConfig, params, requests, results, temperature: float = 1.0):

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.device import programs
+from jaxrl.engine.device.model_runner import Dispatch
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.models.packed import forward_packed
 from jaxrl.runtime.compilation import CompileThreads
@@ -22,6 +23,7 @@ from tests.engine.engine_cases import (
     make_engine,
     make_params,
     make_requests,
+    record_dispatches,
     run,
     run_one_by_one,
     trainer_logps,
@@ -137,10 +139,11 @@ def test_a_mesh_gives_the_results_of_one_device(family, sizes):
     with jax.set_mesh(make_mesh(**sizes)):
         params = make_params(cfg)
         engine = make_engine(cfg)
+        dispatched = record_dispatches(engine)
         results = run_one_by_one(engine, params, requests[::-1])[::-1]
         spec = jax.typeof(engine.runner.cache.k[0]).sharding.spec
     assert spec[1] == "tensor"  # each device holds its own heads' pages
-    assert has_mixed(engine)
+    assert has_mixed(dispatched)
     for (tokens, logps, _), (want_tokens, want_logps, _) in zip(results, want, strict=True):
         assert tokens == want_tokens
         np.testing.assert_allclose(logps, want_logps, atol=1e-4)
@@ -215,7 +218,7 @@ def test_decode_copies_neither_weights_nor_pool(llama):
     compiled = programs.decode.lower(
         params,
         engine.runner.allocated_cache(),
-        engine.runner.decode_batch([], 8),
+        engine.runner.decode_batch([[]], 8),
         np.int32(8),
         np.int32(0),
         rules=engine.pool.rules,
@@ -245,6 +248,7 @@ def test_nothing_compiles_after_warmup(llama):
         kinds = {f"jit({kind})" for kind in ("prefill", "mixed", "copy_pages", "decode")}
         assert sum(name in kinds for name in compiled) <= n_programs  # each was compiled once
         compiled.clear()
+        dispatched = record_dispatches(engine)
         run(engine, params, make_requests(13, max_tokens=60))
         run(
             engine,
@@ -254,7 +258,7 @@ def test_nothing_compiles_after_warmup(llama):
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled == []
-    assert len(engine.runner.dispatched) <= n_programs
+    assert len(dispatched) <= n_programs
 
 
 def test_requests_are_served_before_all_programs_are_compiled(llama):
@@ -263,17 +267,18 @@ def test_requests_are_served_before_all_programs_are_compiled(llama):
     results = run(make_engine(cfg), params, requests)
     engine = make_engine(cfg)
     engine.warmup_first(params)
+    dispatched = record_dispatches(engine)
     assert run(engine, params, requests) == results
-    used = set(engine.runner.dispatched)
+    used = set(dispatched)
     assert used == {
-        ("prefill", 2),
-        ("copy_pages", 16),
-        ("decode", engine.shapes.decode_buckets[-1]),
+        Dispatch("prefill", 2),
+        Dispatch("copy_pages", 16),
+        Dispatch("decode", engine.shapes.decode_buckets[-1]),
     }
     with CompileThreads() as threads:
         engine.compile_pending(on_mesh(params, jax.sharding.get_mesh()), threads)
     assert run(engine, params, requests) == results
-    assert used < engine.runner.dispatched  # smaller batches, too
+    assert used < dispatched  # smaller batches, too
 
 
 def test_release_frees_the_pool_and_the_next_call_allocates_it_anew(llama):

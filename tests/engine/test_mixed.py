@@ -17,6 +17,7 @@ from tests.engine.engine_cases import (
     make_engine,
     make_params,
     make_requests,
+    record_dispatches,
     run,
     run_one_by_one,
 )
@@ -31,10 +32,12 @@ def both_ways(family: str, **changes):
     requests = make_requests(6, n_samples=1, max_tokens=30)
     changes = dict(max_num_batched_tokens=CHUNK, steps_per_dispatch=4) | changes
     separate = make_engine(cfg, **changes)
+    before = record_dispatches(separate)
     want = run(separate, params, requests)
     engine = make_engine(cfg, **changes)
+    dispatched = record_dispatches(engine)
     results = run_one_by_one(engine, params, requests)
-    assert has_mixed(engine) and not has_mixed(separate)
+    assert has_mixed(dispatched) and not has_mixed(before)
     return results, want
 
 
@@ -111,9 +114,10 @@ def test_sequences_get_a_token_in_every_chunk_of_a_long_prompt(long_llama):
 def test_a_long_prompt_is_not_chunked_when_idle(long_llama):
     cfg, params = long_llama
     engine = long_engine(cfg)
+    dispatched = record_dispatches(engine)
     engine.submit(LONG)
     assert len(engine.generate(params)) == 1
-    assert engine.take_stats().n_prefill_tokens == 899 and not has_mixed(engine)
+    assert engine.take_stats().n_prefill_tokens == 899 and not has_mixed(dispatched)
 
 
 def test_a_cancelled_prompt_holds_no_pages_and_its_chunks_stay_cached(long_llama):
@@ -174,6 +178,7 @@ def test_a_full_pool_evicts_chunks_and_everything_ends(long_llama):
 def test_without_prefix_cache_a_prompt_is_not_chunked(long_llama):
     cfg, params = long_llama
     engine = long_engine(cfg, prefix_cache=False)
+    dispatched = record_dispatches(engine)
     started(engine, params)
     assert len(engine.generate(params)) == 2
-    assert engine.take_stats().n_prefill_tokens == 899 and not has_mixed(engine)
+    assert engine.take_stats().n_prefill_tokens == 899 and not has_mixed(dispatched)

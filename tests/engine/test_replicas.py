@@ -16,6 +16,7 @@ from tests.engine.engine_cases import (
     make_engine,
     make_params,
     make_requests,
+    record_dispatches,
     run,
     run_one_by_one,
 )
@@ -24,14 +25,16 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 
 def generate_on(cfg, requests, *, train: dict, rollout: dict, **changes):
-    """(results, engine) on the mesh `rollout`, with weights of the mesh `train`."""
+    """(results, engine, its dispatches) on the mesh `rollout`, with weights of the mesh `train`."""
     with jax.set_mesh(make_mesh(**train)):
         params = make_params(cfg)
         way = reshape_mesh(jax.sharding.get_mesh(), **rollout)
     specs = partition_specs(decoder_specs(cfg), REPLICAS)
     with jax.set_mesh(way.mesh):
         engine = make_engine(cfg, rules=REPLICAS, **changes)
-        return run_one_by_one(engine, way.reshard(params, specs), requests), engine
+        dispatched = record_dispatches(engine)
+        results = run_one_by_one(engine, way.reshard(params, specs), requests)
+    return results, engine, dispatched
 
 
 def assert_same(results, want):
@@ -74,9 +77,9 @@ def test_replicas_give_the_results_of_one_device(family, train, rollout):
     requests = make_requests(10, sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
         want = run(make_engine(cfg), make_params(cfg), requests)
-    results, engine = generate_on(cfg, requests, train=train, rollout=rollout)
+    results, _, dispatched = generate_on(cfg, requests, train=train, rollout=rollout)
     assert_same(results, want)
-    assert has_mixed(engine)
+    assert has_mixed(dispatched)
 
 
 def test_requests_are_distributed_evenly_with_the_samples_of_a_prompt_together():

@@ -5,8 +5,7 @@ import pytest
 
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import OutOfPages, PagePool, PrefixMatch
-from jaxrl.engine.scheduler import Scheduler
-from jaxrl.engine.work import DeviceWork
+from jaxrl.engine.scheduler import DispatchPlan, Scheduler
 
 PAGE, ROW = 4, 8  # tokens of a page, and of a prefill row
 
@@ -99,12 +98,12 @@ def test_a_second_sample_copies_the_partly_filled_page_and_shares_the_full_ones(
     for i in range(3):
         s.submit(request(prompt, 4, sample=i))
     plan = s.plan()
-    [chunk] = plan.prefill
+    [chunk] = plan.prefill.chunks
     assert (chunk.start, chunk.tokens.tolist()) == (0, [0, 1, 2, 3, 4, 5])
     first, second, third = plan.decode
     assert first.pages[0] == second.pages[0] == third.pages[0]
     copies = [(first.pages[1], second.pages[1]), (first.pages[1], third.pages[1])]
-    assert (plan.copies, plan.post_prefill_copies) == (
+    assert (plan.prefill.copies, plan.prefill.post_prefill_copies) == (
         [],
         copies,
     )  # after the prefill has written the page
@@ -118,14 +117,14 @@ def test_prompts_with_a_common_prefix_share_its_full_pages():
     plan = s.plan()
     first, second = plan.decode
     assert first.pages[:2] == second.pages[:2]
-    assert [(chunk.start, chunk.tokens.tolist()) for chunk in plan.prefill] == [
+    assert [(chunk.start, chunk.tokens.tolist()) for chunk in plan.prefill.chunks] == [
         (0, [*system, 20, 21]),
         (8, [30]),
     ]
-    assert plan.copies == plan.post_prefill_copies == []
+    assert plan.prefill.copies == plan.prefill.post_prefill_copies == []
 
 
-def run_alone(s: Scheduler, tokens, sampled) -> DeviceWork:
+def run_alone(s: Scheduler, tokens, sampled) -> DispatchPlan:
     """The plan that starts a request, which then samples the tokens `sampled` and ends."""
     slot = s.submit(request(tokens, len(sampled)))
     plan = s.plan()
@@ -138,13 +137,13 @@ def run_alone(s: Scheduler, tokens, sampled) -> DeviceWork:
 def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only():
     s = scheduler(16)
     turn = [*range(6), 50, 51, 52, 53]  # 6 of the prompt, 4 sampled: all but the last are cached
-    [chunk] = run_alone(s, turn[:6], turn[6:]).prefill
+    [chunk] = run_alone(s, turn[:6], turn[6:]).prefill.chunks
     assert (chunk.start, len(chunk.tokens)) == (0, 5)
     assert s.pool.n_used == 0
     plan = run_alone(s, [*turn, 60, 61], [70])  # 11 tokens, 9 of them cached: 2 pages and a token
-    [chunk] = plan.prefill
+    [chunk] = plan.prefill.chunks
     assert (chunk.start, chunk.tokens.tolist()) == (9, [53, 60])
-    [(source, target)] = plan.copies
+    [(source, target)] = plan.prefill.copies
     assert chunk.tables[0][2] == target != source
     assert s.n_cached_tokens == 9
 
@@ -153,8 +152,8 @@ def test_a_page_with_few_matching_tokens_is_not_copied():
     s = scheduler(16)
     s._prefill._min_copied_tokens = 2
     run_alone(s, [1, 2, 3], [4])
-    assert run_alone(s, [1, 9, 9, 9], [4]).copies == []
-    assert run_alone(s, [1, 2, 9, 9], [4]).copies != []
+    assert run_alone(s, [1, 9, 9, 9], [4]).prefill.copies == []
+    assert run_alone(s, [1, 2, 9, 9], [4]).prefill.copies != []
 
 
 def test_new_weights_share_no_kv_of_old_ones():
@@ -168,7 +167,7 @@ def test_new_weights_share_no_kv_of_old_ones():
     assert s.pool.match_prefix(np.arange(8, dtype=np.int32)).pages  # still the same weights
     s.set_version(1)
     s.submit(request(range(9), 8))
-    [chunk] = s.plan().prefill
+    [chunk] = s.plan().prefill.chunks
     assert (chunk.start, len(chunk.tokens), s.n_cached_tokens) == (0, 8, 16)
     with pytest.raises(ValueError, match="version 0, the engine has version 1; prefill it again"):
         s.insert(prefix, request(range(9), 8))
@@ -200,7 +199,7 @@ def test_a_preempted_sequence_reuses_its_pages_that_were_not_evicted():
         )
     plan = s.plan()
     assert plan.decode == [new]
-    assert plan.prefill[0].start > 0
+    assert plan.prefill.chunks[0].start > 0
 
 
 def test_a_prompt_without_room_for_a_response_is_rejected():
@@ -214,7 +213,7 @@ def test_the_pages_of_a_prompt_stay_cached_for_waiting_samples():
         s.submit(request(range(9), 4, sample=i))
     s.advance(s.plan().decode[0], [5, 5, 5, 5], "length")
     plan = s.plan()
-    assert plan.prefill == [] and plan.decode[0].request.sample == 1
+    assert plan.prefill.chunks == [] and plan.decode[0].request.sample == 1
     s.advance(plan.decode[0], [5], "stop")
     assert s.pool.n_used == 0
 
@@ -253,17 +252,17 @@ def test_a_long_prompt_is_chunked_while_others_decode():
     n_used = s.pool.n_used
     for start in (0, 8):
         plan = s.plan(limit_prefill=True)
-        [chunk] = plan.prefill
+        [chunk] = plan.prefill.chunks
         assert (chunk.start, chunk.tokens.tolist()) == (start, list(range(start, start + 8)))
         assert plan.full and plan.previously_running == plan.decode == [other]
         assert len(s.waiting) == 2 and s.pool.n_used == n_used  # cached chunks are unreferenced
     plan = s.plan(limit_prefill=True)
-    [chunk] = plan.prefill
+    [chunk] = plan.prefill.chunks
     assert (chunk.start, chunk.tokens.tolist()) == (16, [16, 17, 18, 19])
     assert plan.full and plan.previously_running == [other] and len(plan.decode) == 2
     assert s.n_cached_tokens == 0
     plan = s.plan(limit_prefill=True)  # the third request has one token to prefill
-    assert [len(chunk.tokens) for chunk in plan.prefill] == [1] and len(
+    assert [len(chunk.tokens) for chunk in plan.prefill.chunks] == [1] and len(
         plan.previously_running
     ) == 2
     assert [seq.slot for seq in plan.decode] == [0, 1, 2]

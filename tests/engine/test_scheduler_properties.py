@@ -21,10 +21,10 @@ from hypothesis.stateful import (
 
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import FREED, ROOT, OutOfPages, PagePool, read_only
-from jaxrl.engine.scheduler import Scheduler
+from jaxrl.engine.prefill import PrefillWork
+from jaxrl.engine.scheduler import DispatchPlan, Scheduler, Sequence
 from jaxrl.engine.states import StateSlots
 from jaxrl.engine.windows import WindowPages
-from jaxrl.engine.work import DeviceWork, Sequence
 
 MAX_LEN = 24
 TOKENS = st.integers(0, 1)  # so few that common prefixes and repeated samples are frequent
@@ -90,13 +90,13 @@ class Device:
                 source, target = pairs[2 * i : 2 * i + 2]
                 pages[target] = list(pages[source])
 
-    def prepare(self, plan: DeviceWork, version: int) -> None:
+    def prepare(self, work: PrefillWork, version: int) -> None:
         """In the order of the engine: copies, prefill, post-prefill copies."""
-        self.copy(plan.copies)
-        for source, target in plan.state_copies:
+        self.copy(work.copies)
+        for source, target in work.state_copies:
             self.slots[target] = self.slots[source]
         written = {}  # slot -> index of the last chunk that writes it
-        for n, chunk in enumerate(plan.prefill):
+        for n, chunk in enumerate(work.chunks):
             for i, token in enumerate(chunk.tokens.tolist(), chunk.start):
                 self.write(chunk.tables, i, token, version)
             if self.slots:
@@ -109,8 +109,8 @@ class Device:
                 state = versions | {version}, (*tokens, *chunk.tokens.tolist())
                 assert self.read(chunk.tables, last) == state
                 self.slots[chunk.target] = state
-        self.copy(plan.post_prefill_copies)
-        for source, target in plan.post_prefill_state_copies:
+        self.copy(work.post_prefill_copies)
+        for source, target in work.post_prefill_state_copies:
             self.slots[target] = self.slots[source]
 
 
@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
             prefix, plan = self.s.prefill(np.array(prompt, np.int32))
         except OutOfPages:
             return
-        self.device.prepare(plan, self.version)
+        self.device.prepare(plan.prefill, self.version)
         self.prefixes.append(prefix)
 
     @precondition(lambda self: self.prefixes)
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
             full = len(self.s.running) == self.s.max_num_seqs
             assert full or prefix.version != self.version or "KV pages" in str(refused)
             return
-        self.device.prepare(plan, self.version)
+        self.device.prepare(plan.prefill, self.version)
         self.inserted.add(slot)
         self.ran.add(slot)
         self.unfinished[slot] = request
@@ -240,7 +240,7 @@ class Machine(RuleBasedStateMachine):
         except OutOfPages:
             assert self.prefixes, "the pool is full without prefixes"
             return
-        self.device.prepare(plan, self.version)
+        self.device.prepare(plan.prefill, self.version)
         self.expect_keys(plan.decode)
         self.check_rows(plan, bounded=limit_prefill and self.s.pool.keep)
         for seq in plan.decode:
@@ -289,9 +289,9 @@ class Machine(RuleBasedStateMachine):
                 now = frozenset({self.version})
                 self.keys[seq.slot] = [(now, row[: i + 1]) for i in range(len(row))]
 
-    def check_rows(self, plan: DeviceWork, *, bounded: bool) -> None:
+    def check_rows(self, plan: DispatchPlan, *, bounded: bool) -> None:
         """Prefill while others decode is at most one dispatch, without new sequences."""
-        n_rows = sum(-(-len(chunk.tokens) // self.s.row_len) for chunk in plan.prefill)
+        n_rows = sum(-(-len(chunk.tokens) // self.s.row_len) for chunk in plan.prefill.chunks)
         assert plan.full == (bounded and n_rows == self.s.rows_per_dispatch)
         assert not bounded or n_rows <= self.s.rows_per_dispatch
         begun = {seq.slot for seq in plan.decode} - {seq.slot for seq in plan.previously_running}
@@ -426,7 +426,7 @@ class Machine(RuleBasedStateMachine):
         most = sum(request.max_tokens for request in self.unfinished.values())
         for _ in range(most):
             plan = self.s.plan(limit_prefill=bool(self.s.running))
-            self.device.prepare(plan, self.version)
+            self.device.prepare(plan.prefill, self.version)
             self.expect_keys(plan.decode)
             rows, n_steps = (
                 (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)

@@ -98,7 +98,7 @@ def test_a_window_moves_on_and_frees_the_pages_that_it_leaves():
     plan = s.plan()
     [seq] = plan.decode
     assert len(seq.tables[6]) == len(seq.pages) == 4  # 12 tokens of KV and 4 steps
-    assert plan.prefill[0].tables[6] == seq.tables[6]  # prefill needs them all
+    assert plan.prefill.chunks[0].tables[6] == seq.tables[6]  # prefill needs them all
     s.advance(seq, [1, 2, 3, 4], "")
     [seq] = s.plan().decode
     # The token at 16 sees 11..16, from page 2 on.
@@ -117,7 +117,7 @@ def test_a_cached_prefix_without_the_pages_of_its_window_is_computed_again():
     [seq] = s.plan().decode
     s.advance(seq, [7] * 4, "length")
     s.submit(Request(prompt, 4))
-    [chunk] = s.plan().prefill  # the next token is at 20 and sees 15..20, from page 3 on
+    [chunk] = s.plan().prefill.chunks  # the next token is at 20 and sees 15..20, from page 3 on
     assert chunk.start == 0
     # Layers without a window have the KV of the 5 shared pages; others have that of the last one.
     assert [page < FREED for page in chunk.tables[0]] == [True] * 5 + [False]

@@ -4,7 +4,8 @@ import dataclasses
 import re
 
 from jaxrl.planner.check import cpu_time_line
-from jaxrl.planner.remedies import remedies_text, settings_of, smaller
+from jaxrl.planner.remedies import remedies_text, smaller
+from jaxrl.planner.sizes import settings_of
 from tests.planner.tiny_job import job, machine
 from tests.planner.tiny_run import run
 

@@ -7,7 +7,7 @@ so Σ mask / response_len counts the episodes.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -92,16 +92,3 @@ def aggregate(
     """(sum, weight) of per-token losses; the loss is Σ sums / Σ weights over all micro-batches."""
     row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
     return row.function(loss, mask, response_len, max_response_len)
-
-
-def idle_weight(
-    response_lens: Sequence[int], shares: Sequence[float] | None = None, *, mode: str
-) -> float:
-    """Weight of sequences that a batch leaves out because they have no gradient.
-
-    They still count in the denominator: with their `shares` of an episode, one each by default, or
-    with their tokens if the weight counts tokens.
-    """
-    row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
-    n_sequences = len(response_lens) if shares is None else sum(shares)
-    return float(sum(response_lens) if row.weight == "tokens" else n_sequences)

@@ -14,8 +14,8 @@ from jaxrl.engine.device.decode_loop import DecodeBatch
 from jaxrl.engine.device.kv_pool import window_page_counts
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.sampling import SamplingParams
-from jaxrl.engine.work import PrefillChunk
-from jaxrl.engine.work import Sequence as RunningSequence
+from jaxrl.engine.prefill import PrefillChunk
+from jaxrl.engine.scheduler import Sequence as RunningSequence
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.paged import PrefillSlots
 
@@ -101,10 +101,9 @@ def prefill_buckets(largest: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def pad_replicas[T](by_replica: list[list[T]], bucket: int, n_replicas: int) -> list[T | None]:
+def pad_replicas[T](by_replica: list[list[T]], bucket: int) -> list[T | None]:
     """The rows of a dispatch: `bucket` rows per replica, padded with None."""
-    every = by_replica or [[]] * n_replicas
-    return [rows[i] if i < len(rows) else None for rows in every for i in range(bucket)]
+    return [rows[i] if i < len(rows) else None for rows in by_replica for i in range(bucket)]
 
 
 def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:

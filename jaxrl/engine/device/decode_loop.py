@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
@@ -217,52 +216,3 @@ def sample_logits(
     if state is None:
         return sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
     return sample_adjusted(logits, uniform, sampling, state, rules=rules, keep_support=keep_support)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeOutput:
-    """Sampled tokens of one dispatch, on the host."""
-
-    tokens: np.ndarray  # int32 [B, n], without gaps, then -1
-    logp: np.ndarray  # float32 [B, n]
-    behavior_logp: np.ndarray  # float32 [B, n]
-    support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
-    top: np.ndarray | None  # int32 [n, B, 2 * N_TOP], see `Sample.top`; None if no row wants it
-    n_steps: int  # forward passes
-    n_draft_tokens: int = 0
-    n_accepted_tokens: int = 0
-
-    @property
-    def n_tokens(self) -> int:
-        return int((self.tokens >= 0).sum())
-
-
-def read_decode_output(
-    output: DispatchOutput, *, filtered: bool, with_top: bool, speculative: bool = False
-) -> DecodeOutput:
-    """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
-
-    The supports are copied only if a sequence of the dispatch is `filtered`, and the most likely
-    tokens only `with_top`.
-    """
-    out = np.asarray(output.columns)
-    support = np.asarray(output.support) if filtered and output.support is not None else None
-    top = np.asarray(output.top) if with_top else None
-    if not speculative:
-        n_steps = int((out[0] >= 0).any(axis=0).sum())
-        return DecodeOutput(*_columns(out[..., :n_steps]), support, top, n_steps)
-    columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
-    n_accepted_tokens = int((columns[0] >= 0).sum() - n_passes.sum())
-    return DecodeOutput(
-        *_columns(columns),
-        support,
-        top,
-        int(n_passes.max()),
-        int(n_draft_tokens.sum()),
-        n_accepted_tokens,
-    )
-
-
-def _columns(out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    tokens, *bits = out
-    return tokens, *(column.view(np.float32) for column in bits)

@@ -1,6 +1,7 @@
-"""Runs the compiled programs on the device: fills their arrays, owns and donates the KV cache."""
+"""Runs the compiled programs: fills their arrays, donates the KV cache, reads their output."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,13 +10,15 @@ import jax
 import numpy as np
 
 from jaxrl.config.keys import RolloutConfig
+from jaxrl.engine.api import TopTokens
 from jaxrl.engine.device import programs
 from jaxrl.engine.device.batches import DispatchShapes, decode_batch, pad_replicas, prefill_batch
-from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeOutput, read_decode_output
+from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
-from jaxrl.engine.work import PageCopy, PrefillChunk, Sequence, StateCopy
+from jaxrl.engine.prefill import PageCopy, PrefillChunk, StateCopy
+from jaxrl.engine.scheduler import Sequence
 from jaxrl.models.kv_cache import KVCache
 from jaxrl.types import Tree
 from sharding import on_mesh
@@ -30,6 +33,31 @@ class Dispatch(NamedTuple):
     kind: str  # prefill, mixed, copy_pages, copy_states or decode
     bucket: int
     adjusted: bool = False  # with adjustments
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOutput:
+    """Sampled tokens of one dispatch, on the host."""
+
+    tokens: np.ndarray  # int32 [B, n], without gaps, then -1
+    logp: np.ndarray  # float32 [B, n]
+    behavior_logp: np.ndarray  # float32 [B, n]
+    support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
+    top: np.ndarray | None  # int32 [n, B, 2 * N_TOP], see `Sample.top`; None if no row wants it
+    n_steps: int  # forward passes
+    n_draft_tokens: int = 0
+    n_accepted_tokens: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return int((self.tokens >= 0).sum())
+
+    def top_tokens(self, row: int, n: int) -> TopTokens | None:
+        """The most likely tokens at the first `n` positions of a row."""
+        if self.top is None:
+            return None
+        ids, bits = np.split(self.top[:n, row], 2, axis=1)
+        return TopTokens(ids.copy(), bits.copy().view(np.float32))
 
 
 class ModelRunner:
@@ -77,7 +105,6 @@ class ModelRunner:
         }
         self.cache: KVCache | None = None
         self.device_s = 0.0  # wall time of program calls
-        self.dispatched: set[tuple[str, int]] = set()  # (program, bucket)
         self._eos_ids = eos_ids
         self._n_pages, self._on_failure = n_pages, on_failure
 
@@ -94,7 +121,7 @@ class ModelRunner:
     def prefill(self, params: Tree, rows: list[list[PrefillChunk]], bucket: int) -> None:
         """Computes the KV of up to `bucket` prefill rows of each replica."""
         prefilled = self._prefill_batch(rows, bucket)
-        with self._call("prefill", bucket):
+        with self._call():
             cache = self.allocated_cache()
             self.cache = programs.prefill(params, cache, prefilled, **self._static["prefill"])
 
@@ -114,11 +141,11 @@ class ModelRunner:
         bucket = self.shapes.prefill_buckets[-1]
         prefilled = self._prefill_batch(rows, bucket)
         batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
-        with self._call("mixed adjusted" if adjusted else "mixed", bucket):
+        with self._call():
             self.cache, out = programs.mixed(
                 params, self.allocated_cache(), prefilled, batch, **self._static["mixed"]
             )
-            return read_decode_output(out, filtered=_filtered(seqs), with_top=_with_top(seqs))
+            return read_decode_output(out, seqs)
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
@@ -134,11 +161,11 @@ class ModelRunner:
     def _columns(
         self, copies: list[list[PageCopy]] | list[list[StateCopy]], *, padding: tuple[int, ...]
     ) -> np.ndarray:
-        rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
+        rows = pad_replicas(copies, COPIES_PER_CALL)
         return np.array([row or padding for row in rows], np.int32).T
 
     def _copy(self, kind: str, sources: Tree, targets: Tree) -> None:
-        with self._call(kind, COPIES_PER_CALL):
+        with self._call():
             cache = self.allocated_cache()
             self.cache = getattr(programs, kind)(cache, sources, targets, **self._static[kind])
 
@@ -157,7 +184,7 @@ class ModelRunner:
         `adjusted` selects the program with adjustments.
         """
         batch = self.decode_batch(seqs, bucket, adjusted=adjusted)
-        with self._call("decode adjusted" if adjusted else "decode", bucket):
+        with self._call():
             self.cache, out = programs.decode(
                 params,
                 self.allocated_cache(),
@@ -166,12 +193,7 @@ class ModelRunner:
                 np.int32(exit_at),
                 **self._static["decode"],
             )
-            return read_decode_output(
-                out,
-                filtered=_filtered(seqs),
-                with_top=_with_top(seqs),
-                speculative=self.speculation is not None,
-            )
+            return read_decode_output(out, seqs, speculative=self.speculation is not None)
 
     def declared(self, *, adjustable: bool) -> list[Dispatch]:
         """Every program of the declared shapes; `adjustable` adds those with adjustments."""
@@ -187,16 +209,17 @@ class ModelRunner:
     def run_on_padding(self, params: Tree, program: Dispatch) -> None:
         """Runs a program without rows, which compiles it if it is not compiled yet."""
         kind, bucket, adjusted = program
+        none = self._no_rows
         if kind == "prefill":
-            self.prefill(params, [], bucket)
+            self.prefill(params, none, bucket)
         elif kind == "copy_pages":
-            self.copy_pages([])
+            self.copy_pages(none)
         elif kind == "copy_states":
-            self.copy_states([])
+            self.copy_states(none)
         elif kind == "mixed":
-            self.mixed(params, [], [], adjusted=adjusted)
+            self.mixed(params, none, none, adjusted=adjusted)
         else:
-            self.decode(params, [], bucket, n_steps=0, exit_at=0, adjusted=adjusted)
+            self.decode(params, none, bucket, n_steps=0, exit_at=0, adjusted=adjusted)
 
     def lower_largest(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
         """`lower` of the largest program of a kind, without adjustments."""
@@ -218,31 +241,35 @@ class ModelRunner:
 
     def _padding(self, program: Dispatch) -> tuple[Any, ...]:
         """The inputs of a program without rows."""
-        kind, bucket, adjusted = program
+        (kind, bucket, adjusted), none = program, self._no_rows
         if kind in COPIES:
             ids = np.zeros(self.pool.n_replicas * bucket, np.int32)
             by_window = dict.fromkeys(self.shapes.windows, ids)
             return (by_window if kind == "copy_pages" else ids,) * 2
         if kind == "prefill":
-            return (self._prefill_batch([], bucket),)
+            return (self._prefill_batch(none, bucket),)
         if kind == "mixed":
-            batch = self.decode_batch([], self.shapes.decode_buckets[-1], adjusted=adjusted)
-            return self._prefill_batch([], bucket), batch
-        return self.decode_batch([], bucket, adjusted=adjusted), np.int32(0), np.int32(0)
+            batch = self.decode_batch(none, self.shapes.decode_buckets[-1], adjusted=adjusted)
+            return self._prefill_batch(none, bucket), batch
+        return self.decode_batch(none, bucket, adjusted=adjusted), np.int32(0), np.int32(0)
+
+    @property
+    def _no_rows(self) -> list[list[Any]]:
+        """No rows of any replica of the current mesh."""
+        return [[] for _ in range(self.pool.n_replicas)]
 
     def decode_batch(
         self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False
     ) -> DecodeBatch:
-        rows = pad_replicas(seqs, bucket, self.pool.n_replicas)
+        rows = pad_replicas(seqs, bucket)
         return decode_batch(rows, self.shapes, self._eos_ids, adjusted=adjusted)
 
     def _prefill_batch(self, rows: list[list[PrefillChunk]], bucket: int) -> PrefillBatch:
-        return prefill_batch(pad_replicas(rows, bucket, self.pool.n_replicas), self.shapes)
+        return prefill_batch(pad_replicas(rows, bucket), self.shapes)
 
     @contextlib.contextmanager
-    def _call(self, program: str, bucket: int) -> Iterator[None]:
+    def _call(self) -> Iterator[None]:
         """Times a program call. If it fails, the donated cache is lost, with everything in it."""
-        self.dispatched.add((program, bucket))
         start = time.perf_counter()
         try:
             yield
@@ -254,11 +281,36 @@ class ModelRunner:
             self.device_s += time.perf_counter() - start
 
 
-def _filtered(seqs: list[list[Sequence]]) -> bool:
-    """Whether a sequence samples from a truncated distribution."""
-    return any(seq.request.sampling.filters for own in seqs for seq in own)
+def read_decode_output(
+    output: DispatchOutput, seqs: list[list[Sequence]], *, speculative: bool = False
+) -> DecodeOutput:
+    """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
+
+    The supports are copied only if one of the sequences samples from a truncated distribution, and
+    the most likely tokens only if one wants them.
+    """
+    requests = [seq.request for own in seqs for seq in own]
+    out, support, top = np.asarray(output.columns), output.support, output.top
+    if support is not None:
+        filtered = any(request.sampling.filters for request in requests)
+        support = np.asarray(support) if filtered else None
+    if top is not None:
+        top = np.asarray(top) if any(request.top_logprobs for request in requests) else None
+    if not speculative:
+        n_steps = int((out[0] >= 0).any(axis=0).sum())
+        return DecodeOutput(*_columns(out[..., :n_steps]), support, top, n_steps)
+    columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
+    n_accepted_tokens = int((columns[0] >= 0).sum() - n_passes.sum())
+    return DecodeOutput(
+        *_columns(columns),
+        support,
+        top,
+        int(n_passes.max()),
+        int(n_draft_tokens.sum()),
+        n_accepted_tokens,
+    )
 
 
-def _with_top(seqs: list[list[Sequence]]) -> bool:
-    """Whether a sequence wants the most likely tokens."""
-    return any(seq.request.top_logprobs for own in seqs for seq in own)
+def _columns(out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, *bits = out
+    return tokens, *(column.view(np.float32) for column in bits)

@@ -77,7 +77,7 @@ def program_cost(
     results. A conditional counts as its cheapest branch, plus the collectives of all branches.
     """
     visitor = _CostVisitor(parse(text), trips, kernels)
-    visitor.cost.steps = visitor.computation(visitor.module.entry, 1.0, ())
+    visitor.cost.steps = visitor.computation(visitor.module.entry, 1.0)
     return visitor.cost
 
 
@@ -100,23 +100,23 @@ class _CostVisitor:
     def __init__(self, module: Module, trips: TripCounts, kernels: KernelCosts):
         self.module, self.trips, self.kernels, self.cost = module, trips, kernels, Cost()
 
-    def computation(self, name: str, times: float, loops: tuple[str, ...]) -> list[HloStep]:
+    def computation(self, name: str, times: float) -> list[HloStep]:
         """Adds the cost of a computation that runs so many times; returns one execution's steps."""
         inside = self.module.computations[name]
         steps: list[HloStep] = []
         for one in inside.instructions.values():
             if one.opcode == "while":
-                steps.append(self._loop(one, inside, times, loops))
+                steps.append(self._loop(one, inside, times))
             elif one.opcode == "conditional":
-                steps += self._conditional(one, times, loops)
+                steps += self._conditional(one, times)
             elif one.opcode in CALL_OPCODES:
-                steps += _started(one, self.computation(_called(one, inside), times, loops))
+                steps += _started(one, self.computation(_called(one, inside), times))
             elif one.opcode in ("fusion", "fusion-start"):
                 work = _Work(self._fusion_bytes(one, inside), one.estimated_cycles)
-                self._fused(one.called("calls") or "", times, loops, work)
+                self._fused(one.called("calls") or "", times, work)
                 steps += [*work.steps, self._kernel(work, times)]
             elif kind := _kind(one):
-                steps += self._collective(kind, one, inside, times, loops)
+                steps += self._collective(kind, one, inside, times)
             elif one.opcode.endswith("-done"):
                 steps.append(HloDone(one.operands[0]))
             elif one.opcode not in FREE_OPCODES and not one.opcode.endswith("-update"):
@@ -135,7 +135,7 @@ class _CostVisitor:
         self.cost.estimated_cycles += times * work.cycles
         return Kernel(dict(work.flops), work.bytes, work.cycles)
 
-    def _loop(self, loop: Instruction, inside: Computation, times: float, loops) -> Loop:
+    def _loop(self, loop: Instruction, inside: Computation, times: float) -> Loop:
         trips = self.module.trip_count(loop, inside)
         if trips is None:
             trips = self.trips(loop.op_name)
@@ -143,15 +143,15 @@ class _CostVisitor:
             self.cost.unknown_loops.append(loop.op_name)
             trips = 1
         body = loop.called("body") or ""
-        return Loop(float(trips), self.computation(body, times * trips, (*loops, loop.op_name)))
+        return Loop(float(trips), self.computation(body, times * trips))
 
-    def _conditional(self, one: Instruction, times: float, loops) -> list[HloStep]:
+    def _conditional(self, one: Instruction, times: float) -> list[HloStep]:
         names = one.called_list("branch_computations")
         names = names or [one.called(f"{side}_computation") or "" for side in ("true", "false")]
         branches = []
         for name in names:
             visitor = _CostVisitor(self.module, self.trips, self.kernels)
-            visitor.cost.steps = visitor.computation(name, times, loops)
+            visitor.cost.steps = visitor.computation(name, times)
             branches.append(visitor.cost)
         cheapest = min(branches, key=lambda cost: (cost.total_flops, cost.bytes_accessed))
         for dtype, flops in cheapest.flops.items():
@@ -164,7 +164,7 @@ class _CostVisitor:
             self.cost.unknown_loops += branch.unknown_loops
         return cheapest.steps
 
-    def _fused(self, name: str, times: float, loops, work: _Work) -> None:
+    def _fused(self, name: str, times: float, work: _Work) -> None:
         """Adds FLOPs and collectives inside a fusion; `_fusion_bytes` has its memory traffic.
 
         On TPU an asynchronous collective appears in every fusion that it overlaps with; it counts
@@ -176,10 +176,10 @@ class _CostVisitor:
         continues = name.startswith("async_collective") or ends
         for one in inside.instructions.values():
             if one.opcode == "fusion":
-                self._fused(one.called("calls") or "", times, loops, work)
+                self._fused(one.called("calls") or "", times, work)
             elif (kind := _kind(one)) and (starts or not continues):
                 kind = "reduce-scatter" if "all-reduce-scatter" in name else kind
-                found = self._collective(kind, one, inside, times, loops)
+                found = self._collective(kind, one, inside, times)
                 work.steps += found[:1] if starts else found
             elif kind and ends:
                 work.steps.append(HloDone(one.channel))
@@ -188,7 +188,7 @@ class _CostVisitor:
                 self.cost.host_bytes += times * _host_bytes(one, inside)
 
     def _collective(
-        self, kind: str, one: Instruction, inside: Computation, times, loops
+        self, kind: str, one: Instruction, inside: Computation, times: float
     ) -> list[HloStep]:
         """Adds a collective; returns its start, and its end unless another instruction waits."""
         members = replica_group(one.attributes)
@@ -202,7 +202,6 @@ class _CostVisitor:
             n_devices=n,
             spread=max(members) - min(members),
             times=times,
-            loops=loops,
             shapes=one.shapes,
             op_name=one.op_name,
         )

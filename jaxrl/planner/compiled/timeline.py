@@ -22,7 +22,6 @@ class Collective:
     n_devices: int  # per replica group
     spread: int  # distance between the first and the last device of the group
     times: float  # executions in one call of the program
-    loops: tuple[str, ...]  # op_name of every enclosing loop
     shapes: tuple[HloShape, ...]  # of the result
     op_name: str
 

@@ -10,9 +10,8 @@ from jaxrl.engine.api import EngineStats, Generated, Request
 from jaxrl.engine.device.batches import DispatchShapes, exit_size
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
-from jaxrl.engine.scheduler import Scheduler
-from jaxrl.engine.work import DeviceWork
-from jaxrl.engine.work import Sequence as RunningSequence
+from jaxrl.engine.scheduler import DispatchPlan, Scheduler
+from jaxrl.engine.scheduler import Sequence as RunningSequence
 from jaxrl.types import Tree
 
 NO_LOGP = np.empty(0, np.float32)
@@ -123,8 +122,8 @@ class SimulatedEngine:
             for seq in seqs
         ]
 
-    def _prefill(self, plans: Sequence[DeviceWork]) -> None:
-        n_tokens = [self.unit * sum(len(chunk.tokens) for chunk in p.prefill) for p in plans]
+    def _prefill(self, plans: Sequence[DispatchPlan]) -> None:
+        n_tokens = [self.unit * sum(len(chunk.tokens) for chunk in p.prefill.chunks) for p in plans]
         self._stats.n_prefill_tokens += sum(n_tokens)
         self.seconds += max(n_tokens) * self.costs.prefill_s
         self.busy_s += sum(n_tokens) * self.costs.prefill_s

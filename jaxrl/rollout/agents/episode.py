@@ -15,12 +15,11 @@ import numpy as np
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Message
-from jaxrl.rewards.arguments import Decode
 from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.turns import Response
 from jaxrl.tool_calls.calls import calls_of
 from jaxrl.tool_calls.chat_message import as_message
-from jaxrl.types import Episode, Prompt, Rollout
+from jaxrl.types import Decode, Episode, Prompt, Rollout
 
 MAX_TOKEN_CHARS = 32  # larger requests than this per token of the context are not rendered
 CONTEXT_CODE, TURNS_CODE = "context_length_exceeded", "too_many_turns"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algorithms.kl import KL_ESTIMATORS
-from jaxrl.algorithms.losses.aggregation import SumAndWeight, apply_mask
+from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, SumAndWeight, apply_mask
 from jaxrl.algorithms.losses.covariance import covariances
 from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
@@ -244,6 +244,19 @@ def split_idle(
         return s.n_loss_tokens > 0 and (always or s.advantages is None or bool(s.advantages.any()))
 
     return [s for s in samples if has_gradient(s)], [s for s in samples if not has_gradient(s)]
+
+
+def idle_weight(
+    response_lens: Sequence[int], shares: Sequence[float] | None = None, *, mode: str
+) -> float:
+    """Weight of sequences that a batch leaves out because they have no gradient.
+
+    They still count in the denominator: with their `shares` of an episode, one each by default, or
+    with their tokens if the weight counts tokens.
+    """
+    row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
+    n_sequences = len(response_lens) if shares is None else sum(shares)
+    return float(sum(response_lens) if row.weight == "tokens" else n_sequences)
 
 
 def with_scores(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,8 @@ from jaxrl.trainer.phases.rewards import (
 )
 from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
 from sharding import hosts, to_device, to_host
+
+Scored = tuple[list[ScoredRollout], dict[str, float]]  # by group, and rollout/* metrics
 
 
 @dataclasses.dataclass
@@ -259,3 +262,22 @@ def with_model_scores(
     if reward_model is not None:
         rewards = reward_model.add_scores(rollouts, rewards, stop.check)
     return [ScoredRollout(*pair) for pair in zip(rollouts, rewards, strict=True)]
+
+
+class SyncSource:
+    """The schedule without staleness (mode = "sync"): nothing is in flight after a step."""
+
+    def rollout(self, run: Run, draw: int) -> tuple[list[Rollout], dict[str, float]]:
+        return sample(run, next(run.core.iterator), draw=draw)
+
+    def reward(self, run: Run, rollouts: tuple[list[Rollout], dict[str, float]]) -> Scored:
+        return reward(run, rollouts[0]), rollouts[1]
+
+    def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
+        run.core.iterator.mark_solved(ids)
+
+    def release_engine(self) -> None:
+        pass
+
+    def in_flight(self) -> Callable[[], dict[str, Any]] | None:
+        return None

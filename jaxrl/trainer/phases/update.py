@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.algorithms.losses.aggregation import idle_weight
 from jaxrl.data.packing import Packed, pack_samples
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.policy_objective import START_METRICS
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp
 from jaxrl.trainer.core import Core
-from jaxrl.trainer.phases.mini_batches import MiniBatch
+from jaxrl.trainer.phases.mini_batches import MiniBatch, idle_weight
 from sharding import hosts, to_device, to_host
 
 CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"}

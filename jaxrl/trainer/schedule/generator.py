@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import Batches
+from jaxrl.rollout.engines import generating_processes
 from jaxrl.rollout.loop import RolloutLoop
-from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.schedule import saved
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, GroupBuffer, PromptGroup
 from jaxrl.trainer.core import sampling_seed

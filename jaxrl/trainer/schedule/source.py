@@ -1,6 +1,7 @@
-"""Where the scored responses of a step come from, one batch of prompts after the other.
+"""The sources of schedules with staleness: groups in flight while the weights change.
 
-A schedule is a source. Everything else of a step is the same for all of them.
+A schedule is a source of scored responses, one batch of prompts after the other. Everything else of
+a step is the same for all of them. `phases.sampling.SyncSource` has none in flight.
 """
 
 import contextlib
@@ -17,32 +18,11 @@ from jaxrl.rollout.loop import engine_metrics
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Run
-from jaxrl.trainer.phases.sampling import reward, sample, with_model_scores
+from jaxrl.trainer.phases.sampling import Scored, with_model_scores
 from jaxrl.trainer.schedule.engine_thread import BatchOrder, EngineThread
 from jaxrl.trainer.schedule.generator import GroupGenerator
-from jaxrl.types import Reward, Rollout, ScoredRollout
+from jaxrl.types import Reward, Rollout
 from sharding import hosts
-
-Scored = tuple[list[ScoredRollout], dict[str, float]]  # by group, and rollout/* metrics
-
-
-class SyncSource:
-    """Samples a batch of prompts with the current weights, then scores it (mode = "sync")."""
-
-    def rollout(self, run: Run, draw: int) -> tuple[list[Rollout], dict[str, float]]:
-        return sample(run, next(run.core.iterator), draw=draw)
-
-    def reward(self, run: Run, rollouts: tuple[list[Rollout], dict[str, float]]) -> Scored:
-        return reward(run, rollouts[0]), rollouts[1]
-
-    def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
-        run.core.iterator.mark_solved(ids)
-
-    def release_engine(self) -> None:
-        pass
-
-    def in_flight(self) -> Callable[[], dict[str, Any]] | None:
-        return None
 
 
 class PartialSource:

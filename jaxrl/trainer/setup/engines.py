@@ -14,18 +14,17 @@ from jaxrl.layout import Layout, check_idle_policy, rollout_layout
 from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.episode import AgentLimits
-from jaxrl.rollout.engines import Engines
+from jaxrl.rollout.engines import Engines, generating_processes
 from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.multi_turn import EpisodeLimits
 from jaxrl.rollout.paged_engine import paged_engine
-from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.tool_calls.formats import ToolFormat, tool_format
 from jaxrl.trainer.core import Core, Source
-from jaxrl.trainer.phases.sampling import policy_on_host
+from jaxrl.trainer.phases.sampling import SyncSource, policy_on_host
 from jaxrl.trainer.schedule.engine_thread import EngineThread
 from jaxrl.trainer.schedule.generator import GroupGenerator
-from jaxrl.trainer.schedule.source import AsyncSource, PartialSource, SyncSource
+from jaxrl.trainer.schedule.source import AsyncSource, PartialSource
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.host import Environments, HostSide, open_environments
 from jaxrl.trainer.setup.workers import make_workers

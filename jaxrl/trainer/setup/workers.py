@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from jaxrl.config.accelerators import resources
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.layout import worker_layout
+from jaxrl.rollout.engines import workers_of_process
 from jaxrl.rollout.remote.actors import RayActors
-from jaxrl.rollout.remote.division import workers_of_process
 from jaxrl.rollout.remote.groups import WorkerGroups
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights

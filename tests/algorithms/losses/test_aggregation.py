@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, idle_weight, masked_max
+from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, masked_max
+from jaxrl.trainer.phases.mini_batches import idle_weight
 
 # Sequence a: 1 response token, loss 6. Sequence b: 3 response tokens, losses 1, 2, 3.
 WANT = {

@@ -23,7 +23,13 @@ from jaxrl.engine.device.adjustments import (
 from jaxrl.models.packed import forward_packed
 from sharding import make_mesh
 from sharding.rules import REPLICAS, TRAIN
-from tests.engine.engine_cases import FAMILIES, make_engine, make_params, make_requests
+from tests.engine.engine_cases import (
+    FAMILIES,
+    make_engine,
+    make_params,
+    make_requests,
+    record_dispatches,
+)
 
 V = 37
 GREEDY = SamplingConfig(temperature=0.0)
@@ -241,13 +247,12 @@ def check_results(requests, found, params, plain_engine):
 def test_the_engine_samples_from_the_adjusted_logits(llama):
     cfg, params = llama
     engine = make_engine(cfg, adjustable=True)
-    requests = adjusted_requests()
+    requests, dispatched = adjusted_requests(), record_dispatches(engine)
     check_results(requests, results(engine, params, requests), params, make_engine(cfg))
-    kinds = {kind for kind, _ in engine.runner.dispatched}
-    assert "decode adjusted" in kinds
-    engine.runner.dispatched.clear()
+    assert any(one.kind == "decode" and one.adjusted for one in dispatched)
+    dispatched.clear()
     results(engine, params, [requests[0], requests[7]])
-    assert "decode adjusted" not in {kind for kind, _ in engine.runner.dispatched}
+    assert not any(one.adjusted for one in dispatched)
 
 
 @pytest.mark.thorough

@@ -1,9 +1,9 @@
-"""Tests of jaxrl/rollout/remote/division.py."""
+"""Tests of jaxrl/rollout/engines.py."""
 
 import pytest
 
 from jaxrl.config import resolve
-from jaxrl.rollout.remote.division import generating_processes, workers_of_process
+from jaxrl.rollout.engines import generating_processes, workers_of_process
 from sharding import hosts
 from tests.config.runnable import runnable
 
