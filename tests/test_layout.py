@@ -15,7 +15,8 @@ from jaxrl.config.keys import MeshConfig, RunConfig, ScoringConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.layout import role_layout, split_devices, training_rules
-from jaxrl.learner.step import Scorer, take_tokens
+from jaxrl.learner.scorer import Scorer
+from jaxrl.learner.step import take_tokens
 from sharding import TRAIN, bytes_per_device, make_mesh
 from tests.learner.tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
 
