@@ -95,6 +95,23 @@ def test_a_token_budget_of_scoring_joins_micro_batches_without_changing_logprobs
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_scores_are_read_after_the_next_call_is_dispatched(monkeypatch):
+    events, [batch, *_] = [], BATCHES
+
+    def read(logp, rules):
+        events.append("read")
+        return logp
+
+    monkeypatch.setattr("jaxrl.learner.scorer.take_tokens", read)
+    with jax.set_mesh(make_mesh()):
+        params = new_params()
+        scorer = Scorer(CFG, role_layout(CFG, "score", MODEL, params.embed.dtype), CFG.score)
+        monkeypatch.setattr(scorer, "score", lambda params, batch: (batch.mask, None))
+        logps = scorer.logps(params, [batch] * 3, on_batch=lambda: events.append("call"))
+    assert events == ["call", "call", "read", "call", "read", "read"]
+    assert len(logps) == 3
+
+
 def test_a_role_with_the_mesh_of_training_shares_its_weights():
     cfg = dataclasses.replace(CFG, mesh=MeshConfig(fsdp=4, tensor=2), score=ScoringConfig(tensor=2))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):

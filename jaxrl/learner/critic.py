@@ -22,8 +22,8 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.lora import split, with_adapters, with_base
+from jaxrl.runtime.call_queue import CallQueue
 from jaxrl.runtime.flat_program import flatten
-from jaxrl.runtime.in_flight import InFlight
 from jaxrl.types import TrainState, Tree
 from sharding import target_platform, to_device, to_host
 
@@ -53,10 +53,10 @@ class ValueScorer:
         def read(values: jax.Array) -> None:
             result.append(take_tokens(values, rules))
 
-        with self.layout.on_mesh(), InFlight() as calls:
+        with self.layout.on_mesh(), CallQueue() as calls:
             for one in packed:
-                on_batch()
                 calls.make_room()
+                on_batch()
                 values = self.program(params, put_batch(one.batch, rules))
                 calls.add(functools.partial(read, values))
         return result

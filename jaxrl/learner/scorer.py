@@ -12,7 +12,7 @@ from jaxrl.config.keys import RunConfig, ScoringConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.support import join_packed
 from jaxrl.layout import Layout, training_rules
-from jaxrl.learner.step import calls_in_flight, make_score, put_batch, take_tokens
+from jaxrl.learner.step import call_queue, make_score, put_batch, take_tokens
 from jaxrl.runtime.flat_program import flatten
 from jaxrl.types import Batch, Tree
 
@@ -69,13 +69,13 @@ class Scorer:
             rows = take_tokens(logp, self.layout.rules)
             found.update(zip(group, np.split(rows, n_joined), strict=False))
 
-        with calls_in_flight(n_vocab) as calls:
+        with call_queue(n_vocab) as calls:
             for shape, indices in by_shape.items():
                 for group, n_joined in self._groups(indices):
                     padding = [empty_batch(*shape)] * (n_joined - len(group))
                     joined = join_batches([*(batches[i] for i in group), *padding])
-                    on_batch()
                     calls.make_room()
+                    on_batch()
                     logp = self.score(flat, put_batch(joined, self.layout.rules, n_vocab))[0]
                     calls.add(functools.partial(read, group, n_joined, logp))
         return [found[i] for i in range(len(batches))]

@@ -28,12 +28,12 @@ from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.policy_objective import Coefs, LossSums, zero_sums
 from jaxrl.learner.requirements import adapts_coefs
 from jaxrl.learner.router import Balance, no_load, router_metrics
-from jaxrl.learner.state import apply_gradients, trained_state
+from jaxrl.learner.state import apply_gradients, trained_arrays, with_trained
 from jaxrl.learner.xla import compiler_options
 from jaxrl.learner.zero import Zero
-from jaxrl.models.lora import combine, split
+from jaxrl.models.lora import split
+from jaxrl.runtime.call_queue import MAX_IN_FLIGHT, CallQueue
 from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
-from jaxrl.runtime.in_flight import MAX_IN_FLIGHT, InFlight
 from jaxrl.types import Array, Batch, TrainState, Tree
 from sharding import (
     Rules,
@@ -87,12 +87,12 @@ def make_values(cfg: RunConfig, rules: Rules) -> FlatProgram:
     )
 
 
-def calls_in_flight(n_vocab: int) -> InFlight:
+def call_queue(n_vocab: int) -> CallQueue:
     """The calls of scoring or updates; one at a time if batches have bitsets of `n_vocab` ids.
 
     The bitsets of a second batch would need as much device memory again: V / 8 bytes per token.
     """
-    return InFlight(1 if n_vocab else MAX_IN_FLIGHT)
+    return CallQueue(1 if n_vocab else MAX_IN_FLIGHT)
 
 
 def _options(cfg: RunConfig) -> dict[str, Any] | None:
@@ -129,7 +129,7 @@ class Update:
         count = functools.partial(count_tokens, cfg=cfg, rules=rules)
         self.count = program(count, donate_argnames="so_far")
         self._add = program(self._accumulate, donate_argnames="grads")
-        self.apply = program(self._apply, donate_argnames="state")
+        self._step = program(self._apply, donate_argnames=("params", "opt_state", "step"))
 
     def update(
         self,
@@ -158,7 +158,7 @@ class Update:
         self,
         state: TrainState,
         batches: Sequence[Batch],
-        calls: InFlight,
+        calls: CallQueue,
         on_metrics: Callable[[dict[str, float]], None],
         *,
         ref_params: Tree | None = None,
@@ -191,19 +191,23 @@ class Update:
 
         for i, batch in enumerate(batches):
             calls.make_room()
-            on_device = self.put(batch, n_vocab=n_vocab)
-            total = self.accumulate(params, ref_params, total, on_device, balance, arrays)
+            total = self.accumulate(
+                params,
+                ref_params,
+                total,
+                self.put(batch, n_vocab=n_vocab),  # no name, which would keep it during the next
+                balance,
+                arrays,
+            )
             calls.add(functools.partial(read_sums, i, total.sums.weight))
         calls.make_room()
-        trained, frozen = split(state.params)  # others may share the frozen: not donated
-        state = dataclasses.replace(state, params=trained)
         state, metrics = self.apply(state, total, np.float32(extra_weight))
         calls.add(functools.partial(read_metrics, metrics))
-        return dataclasses.replace(state, params=combine(state.params, frozen))
+        return state
 
-    def calls(self, params: Tree) -> InFlight:
+    def calls(self, params: Tree) -> CallQueue:
         """The calls of one or several updates of this model."""
-        return calls_in_flight(self.n_vocab(params))
+        return call_queue(self.n_vocab(params))
 
     def accumulate(
         self,
@@ -219,6 +223,19 @@ class Update:
         The other sums are not, so that the host can wait for those of an earlier micro-batch.
         """
         return self._add(params, ref_params, *_without_grads(total), batch, balance, coefs)
+
+    def apply(
+        self, state: TrainState, total: GradSums, extra_weight: np.float32
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """(state after an optimizer step, metrics).
+
+        `state` is donated except frozen parameters, which others may share.
+        """
+        whole = flatten(state.params)
+        params, opt_state, step = trained_arrays(whole), state.opt_state, state.step
+        stepped, metrics = self._step(params, opt_state, step, total, extra_weight)
+        params = with_trained(whole, stepped.params)
+        return dataclasses.replace(stepped, params=params), metrics
 
     def n_vocab(self, params: Tree) -> int:
         """Ids in the bitsets of a batch; 0 if the loss does not restrict the policy to them."""
@@ -237,10 +254,11 @@ class Update:
             counting = {"count": functools.partial(self.count.lower, state.params, balance, batch)}
         sums, coefs = _without_grads(total), self._arrays(None)
         accumulated = state.params, ref_params, *sums, batch, balance, coefs
-        applied = trained_state(state), total, np.float32(0)
+        trained = trained_arrays(flatten(state.params))
+        applied = trained, state.opt_state, state.step, total, np.float32(0)
         return counting | {
             "accumulate": functools.partial(self._add.lower, *accumulated),
-            "apply": functools.partial(self.apply.lower, *applied),
+            "apply": functools.partial(self._step.lower, *applied),
             "zeros": functools.partial(self.zeros.lower, state.params),
         }
 
@@ -264,7 +282,7 @@ class Update:
     @property
     def n_compiled(self) -> int:
         """Number of programs compiled so far; constant after warm-up."""
-        programs = self.zeros, self.zero_balance, self.count, self._add, self.apply
+        programs = self.zeros, self.zero_balance, self.count, self._add, self._step
         return sum(program.n_compiled for program in programs)
 
     def _arrays(self, coefs: Coefs | None) -> Coefs | None:
@@ -293,8 +311,8 @@ class Update:
         return GradSums(flatten(added), sums)
 
     @jax.named_scope("optimizer")
-    def _apply(self, state: TrainState, total: GradSums, extra_weight):
-        sums = total.sums
+    def _apply(self, params, opt_state, step, total: GradSums, extra_weight):
+        state, sums = TrainState(params, opt_state, step), total.sums
         weight = sums.weight + extra_weight
         empty = weight <= 0  # padding, or every token is rejected
         weight = jnp.where(empty, 1.0, weight)
@@ -316,7 +334,7 @@ class Update:
         # The barrier keeps XLA from computing both again in the loop of every array.
         keep, factor = jax.lax.optimization_barrier((nonfinite | empty, factor))
         state = apply_gradients(state, total.grads, self._optimizer, keep=keep, factor=factor)
-        return state, metrics
+        return dataclasses.replace(state, params=flatten(state.params)), metrics
 
 
 def _mesh(params: Tree) -> jax.sharding.Mesh:

@@ -20,20 +20,21 @@ class FlatTree:
 
     __slots__ = ("leaves", "structure")
 
-    def __init__(self, leaves: Iterable[Any], structure: jax.tree_util.PyTreeDef):
+    def __init__(self, leaves: Iterable[Any], structure: Any):
         self.leaves, self.structure = list(leaves), structure
 
-    def tree_flatten(self) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+    def tree_flatten(self) -> tuple[list[Any], Any]:
         return self.leaves, self.structure
 
-    def tree_flatten_with_keys(self) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+    def tree_flatten_with_keys(self) -> tuple[list[Any], Any]:
         """Leaves with the names that they have in the tree, for messages of JAX."""
         paths = jax.tree_util.tree_leaves_with_path(unflatten(self))
         names = [jax.tree_util.keystr(path).removeprefix(".") for path, _ in paths]
-        return list(zip(map(jax.tree_util.GetAttrKey, names), self.leaves)), self.structure
+        keys = map(jax.tree_util.GetAttrKey, names)
+        return list(zip(keys, self.leaves, strict=True)), self.structure
 
     @classmethod
-    def tree_unflatten(cls, structure: jax.tree_util.PyTreeDef, leaves: Iterable) -> "FlatTree":
+    def tree_unflatten(cls, structure: Any, leaves: Iterable) -> "FlatTree":
         return cls(leaves, structure)
 
 
@@ -68,7 +69,7 @@ class FlatProgram:
 
         name = function.func if isinstance(function, functools.partial) else function
         on_flat.__name__ = name.__name__
-        self._jitted = jax.jit(on_flat, **options)
+        self._jitted: Any = jax.jit(on_flat, **options)
 
     def __call__(self, *args: Tree) -> Any:
         return self._jitted(*map(flatten, args))

@@ -7,7 +7,7 @@ from types import TracebackType
 MAX_IN_FLIGHT = 2  # one runs, and the next is ready: the devices do not wait for the host
 
 
-class InFlight:
+class CallQueue:
     """Dispatched calls in order, each with a function that waits for its result and reads it.
 
     At most `limit` of them are unread when one more is dispatched, so that the devices hold the
@@ -18,7 +18,7 @@ class InFlight:
         self._limit = limit
         self._reads: collections.deque[Callable[[], None]] = collections.deque()
 
-    def __enter__(self) -> "InFlight":
+    def __enter__(self) -> "CallQueue":
         return self
 
     def __exit__(
