@@ -100,7 +100,7 @@ def test_scores_are_read_after_the_next_call_is_dispatched(monkeypatch):
 
     def read(logp, rules):
         events.append("read")
-        return logp
+        return np.asarray(logp)
 
     monkeypatch.setattr("jaxrl.learner.scorer.take_tokens", read)
     with jax.set_mesh(make_mesh()):

@@ -11,6 +11,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.learner.coefficients import initial_coefficients
 from jaxrl.runtime.call_queue import CallQueue
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.mini_batches import MiniBatch
 from jaxrl.trainer.phases.update import (
     NonFiniteError,
@@ -60,21 +61,16 @@ class FakeUpdate:
 
 def core_of(folder, nonfinite: int):
     """A core with the fake update, whose progress bar counts in `advanced`."""
-    nothing, advanced = lambda *args, **kwargs: contextlib.nullcontext(), []
-    bar = SimpleNamespace(advance=advanced.append)
-    cfg = RunConfig(run_dir=str(folder))
-    return SimpleNamespace(
-        cfg=cfg,
-        advanced=advanced,
-        clock=SimpleNamespace(timed=nothing, step=4, step_restartable=True),
-        no_compile=nothing,
-        session=SimpleNamespace(
-            progress=SimpleNamespace(phase=lambda *args, **kwargs: contextlib.nullcontext(bar))
-        ),
-        learner=SimpleNamespace(update=FakeUpdate(nonfinite)),
-        coefs=initial_coefficients(cfg),
-        state=SimpleNamespace(params=0),
-    )
+    core = object.__new__(Core)
+    nothing, core.advanced = lambda *args, **kwargs: contextlib.nullcontext(), []
+    bar = SimpleNamespace(advance=core.advanced.append)
+    progress = SimpleNamespace(phase=lambda *args, **kwargs: contextlib.nullcontext(bar))
+    core.cfg = RunConfig(run_dir=str(folder))
+    core.clock = SimpleNamespace(timed=nothing, step=4, step_restartable=True)
+    core.no_compile, core.session = nothing, SimpleNamespace(progress=progress)
+    core.learner = SimpleNamespace(update=FakeUpdate(nonfinite))
+    core.coefs, core.state = initial_coefficients(core.cfg), SimpleNamespace(params=0)
+    return core
 
 
 def mini_batches(n: int, n_micro: int) -> list[MiniBatch]:
