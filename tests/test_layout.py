@@ -15,7 +15,8 @@ from jaxrl.config.keys import MeshConfig, RunConfig, ScoringConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.layout import role_layout, split_devices, training_rules
-from jaxrl.learner.step import Scorer, take_tokens
+from jaxrl.learner.scorer import Scorer
+from jaxrl.learner.step import take_tokens
 from sharding import TRAIN, bytes_per_device, make_mesh
 from tests.learner.tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
 
@@ -92,6 +93,23 @@ def test_a_token_budget_of_scoring_joins_micro_batches_without_changing_logprobs
     assert scorer.n_joined == 3 and len(calls) == 2
     for got, want in zip(logps, alone(), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_scores_are_read_after_the_next_call_is_dispatched(monkeypatch):
+    events, [batch, *_] = [], BATCHES
+
+    def read(logp, rules):
+        events.append("read")
+        return np.asarray(logp)
+
+    monkeypatch.setattr("jaxrl.learner.scorer.take_tokens", read)
+    with jax.set_mesh(make_mesh()):
+        params = new_params()
+        scorer = Scorer(CFG, role_layout(CFG, "score", MODEL, params.embed.dtype), CFG.score)
+        monkeypatch.setattr(scorer, "score", lambda params, batch: (batch.mask, None))
+        logps = scorer.logps(params, [batch] * 3, on_batch=lambda: events.append("call"))
+    assert events == ["call", "call", "read", "call", "read", "read"]
+    assert len(logps) == 3
 
 
 def test_a_role_with_the_mesh_of_training_shares_its_weights():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.lora import split, with_adapters, with_base
+from jaxrl.runtime.call_queue import CallQueue
+from jaxrl.runtime.flat_program import flatten
 from jaxrl.types import TrainState, Tree
 from sharding import target_platform, to_device, to_host
 
@@ -44,12 +47,18 @@ class ValueScorer:
 
         `on_batch` is called before each device call.
         """
-        result, rules = [], self.layout.rules
-        with self.layout.on_mesh():
+        result: list[np.ndarray] = []
+        params, rules = flatten(params), self.layout.rules
+
+        def read(values: jax.Array) -> None:
+            result.append(take_tokens(values, rules))
+
+        with self.layout.on_mesh(), CallQueue() as calls:
             for one in packed:
+                calls.make_room()
                 on_batch()
                 values = self.program(params, put_batch(one.batch, rules))
-                result.append(take_tokens(values, rules))
+                calls.add(functools.partial(read, values))
         return result
 
 

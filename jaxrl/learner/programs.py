@@ -21,7 +21,8 @@ from jaxrl.layout import training_rules
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, shares_base
 from jaxrl.learner.roles import Learner
-from jaxrl.learner.step import Scorer, Update
+from jaxrl.learner.scorer import Scorer
+from jaxrl.learner.step import Update
 from jaxrl.models.lora import split
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, on_mesh, to_device

@@ -12,8 +12,9 @@ from jaxrl.layout import role_layout, training_rules
 from jaxrl.learner.critic import Critic, ValueScorer, make_critic, shared_value_scorer
 from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
 from jaxrl.learner.requirements import shares_base
+from jaxrl.learner.scorer import Scorer
 from jaxrl.learner.state import abstract_state
-from jaxrl.learner.step import Scorer, Update, make_update, make_value_update
+from jaxrl.learner.step import Update, make_update, make_value_update
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split

@@ -16,6 +16,7 @@ from jaxrl.learner.optimizers.rounding import round_tree
 from jaxrl.learner.zero import as_sharded
 from jaxrl.models.lora import checkpoint_part, combine, split
 from jaxrl.models.spec import abstract_params
+from jaxrl.runtime.flat_program import FlatTree
 from jaxrl.types import TrainState, Tree
 from sharding import Rules, is_on_host, on_mesh, restore_memory_space, to_device, to_host
 
@@ -148,9 +149,26 @@ def averaged(state: TrainState) -> Tree:
     return combine(jax.tree.map(lambda p, e: e.astype(p.dtype), trained, average), frozen)
 
 
-def trained_state(state: TrainState) -> TrainState:
-    """The state without frozen parameters: what an update changes."""
-    return dataclasses.replace(state, params=split(state.params)[0])
+def trained_arrays(model: FlatTree) -> FlatTree:
+    """The part of a model that an update changes, as `split` gives it, without a walk per call."""
+    places, structure = _trained_places(model.structure)
+    return FlatTree((model.leaves[i] for i in places), structure)
+
+
+def with_trained(model: FlatTree, trained: FlatTree) -> Tree:
+    """The tree of a model with new arrays in the places of `trained_arrays`."""
+    leaves = list(model.leaves)
+    for i, leaf in zip(_trained_places(model.structure)[0], trained.leaves, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(model.structure, leaves)
+
+
+@functools.lru_cache
+def _trained_places(structure: Any) -> tuple[tuple[int, ...], Any]:
+    """(places of trained leaves among those of a model, structure of the trained part)."""
+    trained, _ = split(jax.tree.unflatten(structure, range(structure.num_leaves)))
+    places, part = jax.tree.flatten(trained)
+    return tuple(places), part
 
 
 def checkpoint_state(state: TrainState) -> TrainState:

@@ -1,9 +1,8 @@
-"""Compiled scoring and updates of the learner."""
+"""Compiled programs of the learner: logprobs, values and updates."""
 
-import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +12,8 @@ import optax
 from flax import struct
 
 import sharding
-from jaxrl.config.keys import AlgorithmConfig, RunConfig, ScoringConfig
-from jaxrl.data.packing import empty_batch
-from jaxrl.data.support import join_packed, to_bits
-from jaxrl.layout import Layout, training_rules
+from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.data.support import to_bits
 from jaxrl.learner.host_gradients import add_gradients
 from jaxrl.learner.loss import (
     MicroBatchLoss,
@@ -31,10 +28,12 @@ from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.policy_objective import Coefs, LossSums, zero_sums
 from jaxrl.learner.requirements import adapts_coefs
 from jaxrl.learner.router import Balance, no_load, router_metrics
-from jaxrl.learner.state import apply_gradients, trained_state
+from jaxrl.learner.state import apply_gradients, trained_arrays, with_trained
 from jaxrl.learner.xla import compiler_options
 from jaxrl.learner.zero import Zero
-from jaxrl.models.lora import combine, split
+from jaxrl.models.lora import split
+from jaxrl.runtime.call_queue import MAX_IN_FLIGHT, CallQueue
+from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
 from jaxrl.types import Array, Batch, TrainState, Tree
 from sharding import (
     Rules,
@@ -51,7 +50,7 @@ from sharding import (
 class GradSums:
     """float32 gradient of the summed loss, and the sums of losses and metrics."""
 
-    grads: Tree
+    grads: Tree  # FlatTree outside of the programs
     sums: LossSums
     squares: Array | None = None  # squared norm of grads in host memory; None on the device
 
@@ -71,121 +70,29 @@ def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
     return row_order(hosts.host_array(per_token), rules)
 
 
-def make_score(cfg: RunConfig, rules: Rules) -> Callable:
-    """Jitted score(params, batch) -> (logp, entropy) [B, T] of the targets.
+def make_score(cfg: RunConfig, rules: Rules) -> FlatProgram:
+    """Compiled score(params, batch) -> (logp, entropy) [B, T] of the targets.
 
     `take_tokens` brings the results to the host.
     """
-    return jax.jit(
+    return FlatProgram(
         functools.partial(score_tokens, cfg=cfg, rules=rules), compiler_options=_options(cfg)
     )
 
 
-def make_values(cfg: RunConfig, rules: Rules) -> Callable:
-    """Jitted values(params, batch) -> [B, T]: value of the state before each target."""
-    return jax.jit(
+def make_values(cfg: RunConfig, rules: Rules) -> FlatProgram:
+    """Compiled values(params, batch) -> [B, T]: value of the state before each target."""
+    return FlatProgram(
         functools.partial(score_values, cfg=cfg, rules=rules), compiler_options=_options(cfg)
     )
 
 
-class Scorer:
-    """Computes logprobs in the layout of a role (score or ref)."""
+def call_queue(n_vocab: int) -> CallQueue:
+    """The calls of scoring or updates; one at a time if batches have bitsets of `n_vocab` ids.
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        layout: Layout,
-        role: ScoringConfig,
-        *,
-        restricted: bool = False,
-        of_training: bool = False,
-    ):
-        """`restricted`: under the supports of the batches.
-
-        `of_training`: all parameters are given in training's layout; calls reshard them.
-        """
-        self.layout, self.restricted, self.of_training = layout, restricted, of_training
-        self.score = make_score(cfg, layout.rules)
-        self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
-        self.n_least = micro_batches_per_call(cfg, layout)
-
-    def logps(
-        self,
-        params: Tree,
-        batches: Sequence[Batch],
-        on_batch: Callable[[], None] = lambda: None,
-    ) -> list[np.ndarray]:
-        """Logprobs [B, T] of each micro-batch of training.
-
-        `params` are sharded by the layout, whose mesh is the current one, except `of_training`.
-        Micro-batches of one shape are joined: as many as the role's token budget has room for, and
-        the remaining ones so that a rank has the same number of rows as in training. `on_batch` is
-        called before each device call.
-        """
-        if not self.of_training:
-            return self._logps(params, batches, on_batch)
-        with self.layout.weights(params) as resharded:
-            return self._logps(resharded, batches, on_batch)
-
-    def _logps(
-        self, params: Tree, batches: Sequence[Batch], on_batch: Callable[[], None]
-    ) -> list[np.ndarray]:
-        by_shape = collections.defaultdict(list)
-        for i, batch in enumerate(batches):
-            by_shape[batch.tokens.shape].append(i)
-        found: dict[int, np.ndarray] = {}
-        n_vocab = params.cfg.V if self.restricted else 0
-        for shape, indices in by_shape.items():
-            for group, n_joined in self._groups(indices):
-                padding = [empty_batch(*shape)] * (n_joined - len(group))
-                parts = [*(batches[i] for i in group), *padding]
-                joined = join_batches(parts)
-                on_batch()
-                logp = self.score(params, put_batch(joined, self.layout.rules, n_vocab))[0]
-                rows = take_tokens(logp, self.layout.rules)
-                found |= dict(zip(group, np.split(rows, n_joined), strict=False))
-        return [found[i] for i in range(len(batches))]
-
-    def warm_up(self, params: Tree, batch: Batch) -> None:
-        """Runs the calls for micro-batches of the shape of `batch`."""
-        joined = self.n_joined > self.n_least
-        self.logps(params, [batch] * (self.n_joined + 1 if joined else 1))
-
-    def _groups(self, indices: list[int]) -> Iterator[tuple[list[int], int]]:
-        """(micro-batches of a call, their number with padding)."""
-        whole = len(indices) - len(indices) % self.n_joined
-        for start in range(0, whole, self.n_joined):
-            yield indices[start : start + self.n_joined], self.n_joined
-        for start in range(whole, len(indices), self.n_least):
-            yield indices[start : min(start + self.n_least, len(indices))], self.n_least
-
-
-def join_batches(parts: Sequence[Batch]) -> Batch:
-    """Host batches of one shape as one batch, with the rows of the first one first."""
-    supports = [part.support for part in parts]
-    plain = [dataclasses.replace(part, support=None) for part in parts]
-    joined = jax.tree.map(lambda *rows: np.concatenate(rows), *plain)
-    support = join_packed(supports, size=parts[0].tokens.size)
-    return dataclasses.replace(joined, support=support)
-
-
-def micro_batches_per_call(cfg: RunConfig, layout: Layout, token_budget: int = 0) -> int:
-    """Number of micro-batches of training that a role scores in one call.
-
-    `token_budget` is the role's; 0 = training's. Training's mesh is the current one.
-    Raises ValueError unless the number of data-parallel ranks of one is a multiple of that of the
-    other.
+    The bitsets of a second batch would need as much device memory again: V / 8 bytes per token.
     """
-    ours = training_rules(cfg).n_shards("batch")
-    with layout.on_mesh():
-        theirs = layout.rules.n_shards("batch")
-    if max(ours, theirs) % min(ours, theirs):
-        raise ValueError(
-            f"scoring with {theirs} data-parallel ranks is incompatible with the {ours} ranks of "
-            "updates; set sizes in config.score, config.ref and config.mesh so that one number of "
-            "ranks is a multiple of the other"
-        )
-    return max(theirs // ours, 1) * max(token_budget // cfg.learner.token_budget, 1)
+    return CallQueue(1 if n_vocab else MAX_IN_FLIGHT)
 
 
 def _options(cfg: RunConfig) -> dict[str, Any] | None:
@@ -213,15 +120,16 @@ class Update:
         self._adapts = adapts_coefs(cfg)
         self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
         self._offload = "gradients" in cfg.learner.offload
-        self.zeros = jax.jit(
-            functools.partial(_zeros, cfg=cfg.algorithm, zero=optimizer.zero, offload=self._offload)
+        zeros = functools.partial(
+            _zeros, cfg=cfg.algorithm, zero=optimizer.zero, offload=self._offload
         )
-        self.zero_balance = jax.jit(_zero_balance)
-        jit = functools.partial(jax.jit, compiler_options=_options(cfg))
+        self.zeros = FlatProgram(zeros)
+        self.zero_balance = FlatProgram(_zero_balance)
+        program = functools.partial(FlatProgram, compiler_options=_options(cfg))
         count = functools.partial(count_tokens, cfg=cfg, rules=rules)
-        self.count = jit(count, donate_argnames="so_far")
-        self.accumulate = jit(self._accumulate, donate_argnames="so_far")
-        self.apply = jit(self._apply, donate_argnames="state")
+        self.count = program(count, donate_argnames="so_far")
+        self._add = program(self._accumulate, donate_argnames="grads")
+        self._step = program(self._apply, donate_argnames=("params", "opt_state", "step"))
 
     def update(
         self,
@@ -231,36 +139,103 @@ class Update:
         ref_params: Tree | None = None,
         extra_weight: int | float = 0.0,
         coefs: Coefs | None = None,
-        on_micro_batch: Callable[[int], None] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
-        """(next state, metrics). `state` is donated: it must not be used afterwards.
+        """`dispatch`, and waits for it: (next state, metrics)."""
+        found: list[dict[str, float]] = []
+        with self.calls(state.params) as calls:
+            state = self.dispatch(
+                state,
+                batches,
+                calls,
+                found.append,
+                ref_params=ref_params,
+                extra_weight=extra_weight,
+                coefs=coefs,
+            )
+        return state, found[0]
+
+    def dispatch(
+        self,
+        state: TrainState,
+        batches: Sequence[Batch],
+        calls: CallQueue,
+        on_metrics: Callable[[dict[str, float]], None],
+        *,
+        ref_params: Tree | None = None,
+        extra_weight: int | float = 0.0,
+        coefs: Coefs | None = None,
+        on_micro_batch: Callable[[int], None] = lambda i: None,
+    ) -> TrainState:
+        """The next state, which the devices may still compute. `state` is donated.
+
+        `calls` are those that were dispatched before; it later calls `on_micro_batch(i)` after
+        micro-batch i, and `on_metrics` after the optimizer step. An optimizer step is dispatched
+        after the metrics of the one before are read.
 
         `extra_weight` counts rollouts without gradient that `batches` leaves out, in the unit of
         `algorithm.aggregation` (`idle_weight`). `coefs` are this update's coefficients of KL and
-        entropy, if the config adapts them. `on_micro_batch(i)` is called after micro-batch i. With
-        a load-balancing loss a first pass over the micro-batches counts the tokens of each expert
-        (learner/router.py).
+        entropy, if the config adapts them. With a load-balancing loss a first pass over the
+        micro-batches counts the tokens of each expert (learner/router.py).
         """
-        total = self.zeros(state.params)
-        n_vocab = self.n_vocab(state.params)
-        balance = self.balance(state.params, batches, extra_weight)
+        params, ref_params = flatten(state.params), flatten(ref_params)
+        total, n_vocab = self.zeros(params), self.n_vocab(state.params)
+        balance, arrays = self.balance(params, batches, extra_weight), self._arrays(coefs)
+
+        def read_sums(i: int, weight: jax.Array) -> None:
+            jax.block_until_ready(weight)
+            on_micro_batch(i)
+
+        def read_metrics(metrics: dict[str, jax.Array]) -> None:
+            found = jax.device_get(metrics)
+            on_metrics({name: float(value) for name, value in found.items()})
+
         for i, batch in enumerate(batches):
+            calls.make_room()
             total = self.accumulate(
-                state.params,
+                params,
                 ref_params,
                 total,
-                self.put(batch, n_vocab=n_vocab),
+                self.put(batch, n_vocab=n_vocab),  # no name, which would keep it during the next
                 balance,
-                self._arrays(coefs),
+                arrays,
             )
-            if on_micro_batch is not None:
-                jax.block_until_ready(total.sums.weight)
-                on_micro_batch(i)
-        trained, frozen = split(state.params)  # others may share the frozen: not donated
-        state = dataclasses.replace(state, params=trained)
+            calls.add(functools.partial(read_sums, i, total.sums.weight))
+        calls.make_room()
         state, metrics = self.apply(state, total, np.float32(extra_weight))
-        state = dataclasses.replace(state, params=combine(state.params, frozen))
-        return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
+        calls.add(functools.partial(read_metrics, metrics))
+        return state
+
+    def calls(self, params: Tree) -> CallQueue:
+        """The calls of one or several updates of this model."""
+        return call_queue(self.n_vocab(params))
+
+    def accumulate(
+        self,
+        params: Tree,
+        ref_params: Tree | None,
+        total: GradSums,
+        batch: Batch,
+        balance: Balance | None = None,
+        coefs: Coefs | None = None,
+    ) -> GradSums:
+        """`total` with those of a micro-batch added; its gradients are donated.
+
+        The other sums are not, so that the host can wait for those of an earlier micro-batch.
+        """
+        return self._add(params, ref_params, *_without_grads(total), batch, balance, coefs)
+
+    def apply(
+        self, state: TrainState, total: GradSums, extra_weight: np.float32
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """(state after an optimizer step, metrics).
+
+        `state` is donated except frozen parameters, which others may share.
+        """
+        whole = flatten(state.params)
+        params, opt_state, step = trained_arrays(whole), state.opt_state, state.step
+        stepped, metrics = self._step(params, opt_state, step, total, extra_weight)
+        params = with_trained(whole, stepped.params)
+        return dataclasses.replace(stepped, params=params), metrics
 
     def n_vocab(self, params: Tree) -> int:
         """Ids in the bitsets of a batch; 0 if the loss does not restrict the policy to them."""
@@ -277,11 +252,13 @@ class Update:
             zero_balance = jax.eval_shape(self.zero_balance, state.params, np.float32(0))
             balance = on_mesh(zero_balance, _mesh(state.params))
             counting = {"count": functools.partial(self.count.lower, state.params, balance, batch)}
-        accumulated = state.params, ref_params, total, batch, balance, self._arrays(None)
-        applied = trained_state(state), total, np.float32(0)
+        sums, coefs = _without_grads(total), self._arrays(None)
+        accumulated = state.params, ref_params, *sums, batch, balance, coefs
+        trained = trained_arrays(flatten(state.params))
+        applied = trained, state.opt_state, state.step, total, np.float32(0)
         return counting | {
-            "accumulate": functools.partial(self.accumulate.lower, *accumulated),
-            "apply": functools.partial(self.apply.lower, *applied),
+            "accumulate": functools.partial(self._add.lower, *accumulated),
+            "apply": functools.partial(self._step.lower, *applied),
             "zeros": functools.partial(self.zeros.lower, state.params),
         }
 
@@ -305,14 +282,8 @@ class Update:
     @property
     def n_compiled(self) -> int:
         """Number of programs compiled so far; constant after warm-up."""
-        programs: tuple[Any, ...] = (
-            self.zeros,
-            self.zero_balance,
-            self.count,
-            self.accumulate,
-            self.apply,
-        )
-        return sum(program._cache_size() for program in programs)
+        programs = self.zeros, self.zero_balance, self.count, self._add, self._step
+        return sum(program.n_compiled for program in programs)
 
     def _arrays(self, coefs: Coefs | None) -> Coefs | None:
         """None if the config fixes the coefficients: then they are constants of the program."""
@@ -323,23 +294,25 @@ class Update:
         self,
         params,
         ref_params,
+        grads: Tree,
         so_far: GradSums,
         batch: Batch,
-        balance: Balance | None = None,
-        coefs: Coefs | None = None,
+        balance: Balance | None,
+        coefs: Coefs | None,
     ) -> GradSums:
-        grads, sums = self._gradients(params, ref_params, batch, balance, coefs)
-        grads = self._optimizer.zero.shard_gradients(grads)
+        """The sums `so_far`, with gradients `grads`, and those of a micro-batch."""
+        new, sums = self._gradients(params, ref_params, batch, balance, coefs)
+        new = self._optimizer.zero.shard_gradients(new)
         sums = so_far.sums + sums
         if self._offload:
-            added, squares = add_gradients(so_far.grads, grads)
-            return GradSums(added, sums, squares)
-        added = jax.tree.map(lambda total, g: total + g.astype(total.dtype), so_far.grads, grads)
-        return GradSums(added, sums)
+            added, squares = add_gradients(grads, new)
+            return GradSums(flatten(added), sums, squares)
+        added = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, new)
+        return GradSums(flatten(added), sums)
 
     @jax.named_scope("optimizer")
-    def _apply(self, state: TrainState, total: GradSums, extra_weight):
-        sums = total.sums
+    def _apply(self, params, opt_state, step, total: GradSums, extra_weight):
+        state, sums = TrainState(params, opt_state, step), total.sums
         weight = sums.weight + extra_weight
         empty = weight <= 0  # padding, or every token is rejected
         weight = jnp.where(empty, 1.0, weight)
@@ -361,7 +334,7 @@ class Update:
         # The barrier keeps XLA from computing both again in the loop of every array.
         keep, factor = jax.lax.optimization_barrier((nonfinite | empty, factor))
         state = apply_gradients(state, total.grads, self._optimizer, keep=keep, factor=factor)
-        return state, metrics
+        return dataclasses.replace(state, params=flatten(state.params)), metrics
 
 
 def _mesh(params: Tree) -> jax.sharding.Mesh:
@@ -370,8 +343,13 @@ def _mesh(params: Tree) -> jax.sharding.Mesh:
 
 def _zeros(params: Tree, *, cfg: AlgorithmConfig, zero: Zero, offload: bool) -> GradSums:
     grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), split(params)[0])
-    grads, sums = zero.shard_gradients(grads), zero_sums(cfg, params.cfg)
+    grads, sums = flatten(zero.shard_gradients(grads)), zero_sums(cfg, params.cfg)
     return GradSums(to_host(grads), sums, jnp.zeros(())) if offload else GradSums(grads, sums)
+
+
+def _without_grads(total: GradSums) -> tuple[FlatTree, GradSums]:
+    """(the gradients, the other sums)."""
+    return total.grads, dataclasses.replace(total, grads=None)
 
 
 def _zero_balance(params: Tree, extra_weight: jax.Array) -> Balance:

@@ -19,6 +19,7 @@ from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_update, make_value_update
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.runtime.flat_program import unflatten
 from sharding import PIPELINE, TRAIN, ULYSSES, Rules, make_mesh
 from tests.learner.tiny_policy import MODEL, batches, new_params, rollouts, run_config
 from tests.models.resized import resized
@@ -81,7 +82,9 @@ def value_numbers(packing: dict, sizes: dict, rules: Rules, model=CRITIC):
         total = update.zeros(state.params)
         for one in packed:
             total = update.accumulate(state.params, None, total, update.put(one.batch))
-        grads = jax.device_get(jax.tree.map(lambda g: g / total.sums.weight, total.grads))
+        grads = jax.device_get(
+            jax.tree.map(lambda g: g / total.sums.weight, unflatten(total.grads))
+        )
         sums = jax.device_get(total.sums)
         metrics = {name: float(x / sums.weight) for name, x in sums.losses.items()}
         metrics |= {name: float(x / n) for name, (x, n) in sums.means.items()}
@@ -154,7 +157,9 @@ def shared_numbers(loss_coef: float, packing: dict, sizes: dict, rules: Rules):
         total = update.zeros(params)
         for batch in batches(ROLLOUTS, **packing):
             total = update.accumulate(params, None, total, update.put(batch))
-        grads = jax.device_get(jax.tree.map(lambda g: g / total.sums.weight, total.grads))
+        grads = jax.device_get(
+            jax.tree.map(lambda g: g / total.sums.weight, unflatten(total.grads))
+        )
         losses = {name: float(x / total.sums.weight) for name, x in total.sums.losses.items()}
     return grads, losses
 

@@ -10,7 +10,8 @@ import pytest
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.support import PackedSets
 from jaxrl.learner.loss import loss_gradients, policy_objective, value_objective
-from jaxrl.learner.step import join_batches, put_batch
+from jaxrl.learner.scorer import join_batches
+from jaxrl.learner.step import put_batch
 from jaxrl.learner.xla import compiler_options
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.types import Batch

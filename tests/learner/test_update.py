@@ -407,6 +407,45 @@ def test_nothing_compiles_after_the_first_update_of_a_shape(one_device):
     assert update.n_compiled == n > 0
 
 
+def test_the_host_waits_for_a_micro_batch_two_calls_later(one_device, monkeypatch):
+    """So that the devices have the next call while the host prepares the one after it."""
+    cfg, events = run_config(), []
+    state, (_, update, _) = new_state(cfg), programs(cfg)
+    put, wait, read = update.put, jax.block_until_ready, jax.device_get
+
+    def recorded(name, function):
+        def run(*args, **kwargs):
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(update, "put", recorded("put", put))
+    monkeypatch.setattr(jax, "block_until_ready", recorded("wait", wait))
+    monkeypatch.setattr(jax, "device_get", recorded("metrics", read))
+    update.update(state, [batches(ROLLOUTS[i::3], **ONE)[0] for i in range(3)])
+    assert events == ["put", "put", "wait", "put", "wait", "wait", "metrics"]
+
+
+def test_an_update_flattens_the_model_as_often_for_three_micro_batches_as_for_one(
+    one_device, monkeypatch
+):
+    cfg, flatten, counts = run_config(), jax.tree.flatten, []
+    state, (_, update, _) = new_state(cfg), programs(cfg)
+    micro_batches = [batches(ROLLOUTS[i::3], **ONE)[0] for i in range(3)]
+    state, _ = update.update(state, micro_batches[:1])  # compiled, which flattens trees too
+
+    def counting(tree, *args, **kwargs):
+        counts[-1] += isinstance(tree, type(state.params))
+        return flatten(tree, *args, **kwargs)
+
+    monkeypatch.setattr(jax.tree, "flatten", counting)
+    for n in (1, 3):
+        counts.append(0)
+        state, _ = update.update(state, micro_batches[:n])
+    assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.thorough
 def test_lowering_needs_no_data_and_the_call_then_compiles_nothing_more(one_device):
     cfg = run_config(temperature=0.9)  # compiled by no other test

@@ -25,6 +25,7 @@ from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, uniform_deco
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.spec import init_params, is_spec, partition_specs
+from jaxrl.runtime.flat_program import unflatten
 from jaxrl.types import TrainingSample
 from sharding import Rules, make_mesh
 from sharding.rules import TRAIN
@@ -187,7 +188,9 @@ def update_once(
         balance = update.balance(state.params, micro_batches)
         for batch in micro_batches:
             total = update.accumulate(state.params, None, total, update.put(batch), balance)
-        grads = jax.device_get(jax.tree.map(lambda g: g / total.sums.weight, total.grads))
+        grads = jax.device_get(
+            jax.tree.map(lambda g: g / total.sums.weight, unflatten(total.grads))
+        )
         state, metrics = update.update(state, micro_batches)
         return grads, metrics, jax.device_get(state.params)
 

@@ -1,0 +1,122 @@
+"""Logprobs of packed micro-batches in the layout of a role."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxrl.config.keys import RunConfig, ScoringConfig
+from jaxrl.data.packing import empty_batch
+from jaxrl.data.support import join_packed
+from jaxrl.layout import Layout, training_rules
+from jaxrl.learner.step import call_queue, make_score, put_batch, take_tokens
+from jaxrl.runtime.flat_program import flatten
+from jaxrl.types import Batch, Tree
+
+
+class Scorer:
+    """Computes logprobs in the layout of a role (score or ref)."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        layout: Layout,
+        role: ScoringConfig,
+        *,
+        restricted: bool = False,
+        of_training: bool = False,
+    ):
+        """`restricted`: under the supports of the batches.
+
+        `of_training`: all parameters are given in training's layout; calls reshard them.
+        """
+        self.layout, self.restricted, self.of_training = layout, restricted, of_training
+        self.score = make_score(cfg, layout.rules)
+        self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
+        self.n_least = micro_batches_per_call(cfg, layout)
+
+    def logps(
+        self,
+        params: Tree,
+        batches: Sequence[Batch],
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[np.ndarray]:
+        """Logprobs [B, T] of each micro-batch of training.
+
+        `params` are sharded by the layout, whose mesh is the current one, except `of_training`.
+        Micro-batches of one shape are joined: as many as the role's token budget has room for, and
+        the remaining ones so that a rank has the same number of rows as in training. `on_batch` is
+        called before each device call.
+        """
+        if not self.of_training:
+            return self._logps(params, batches, on_batch)
+        with self.layout.weights(params) as resharded:
+            return self._logps(resharded, batches, on_batch)
+
+    def _logps(
+        self, params: Tree, batches: Sequence[Batch], on_batch: Callable[[], None]
+    ) -> list[np.ndarray]:
+        by_shape = collections.defaultdict(list)
+        for i, batch in enumerate(batches):
+            by_shape[batch.tokens.shape].append(i)
+        found: dict[int, np.ndarray] = {}
+        n_vocab, flat = params.cfg.V if self.restricted else 0, flatten(params)
+
+        def read(group: list[int], n_joined: int, logp: jax.Array) -> None:
+            rows = take_tokens(logp, self.layout.rules)
+            found.update(zip(group, np.split(rows, n_joined), strict=False))
+
+        with call_queue(n_vocab) as calls:
+            for shape, indices in by_shape.items():
+                for group, n_joined in self._groups(indices):
+                    padding = [empty_batch(*shape)] * (n_joined - len(group))
+                    joined = join_batches([*(batches[i] for i in group), *padding])
+                    calls.make_room()
+                    on_batch()
+                    logp = self.score(flat, put_batch(joined, self.layout.rules, n_vocab))[0]
+                    calls.add(functools.partial(read, group, n_joined, logp))
+        return [found[i] for i in range(len(batches))]
+
+    def warm_up(self, params: Tree, batch: Batch) -> None:
+        """Runs the calls for micro-batches of the shape of `batch`."""
+        joined = self.n_joined > self.n_least
+        self.logps(params, [batch] * (self.n_joined + 1 if joined else 1))
+
+    def _groups(self, indices: list[int]) -> Iterator[tuple[list[int], int]]:
+        """(micro-batches of a call, their number with padding)."""
+        whole = len(indices) - len(indices) % self.n_joined
+        for start in range(0, whole, self.n_joined):
+            yield indices[start : start + self.n_joined], self.n_joined
+        for start in range(whole, len(indices), self.n_least):
+            yield indices[start : min(start + self.n_least, len(indices))], self.n_least
+
+
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """Host batches of one shape as one batch, with the rows of the first one first."""
+    supports = [part.support for part in parts]
+    plain = [dataclasses.replace(part, support=None) for part in parts]
+    joined = jax.tree.map(lambda *rows: np.concatenate(rows), *plain)
+    support = join_packed(supports, size=parts[0].tokens.size)
+    return dataclasses.replace(joined, support=support)
+
+
+def micro_batches_per_call(cfg: RunConfig, layout: Layout, token_budget: int = 0) -> int:
+    """Number of micro-batches of training that a role scores in one call.
+
+    `token_budget` is the role's; 0 = training's. Training's mesh is the current one.
+    Raises ValueError unless the number of data-parallel ranks of one is a multiple of that of the
+    other.
+    """
+    ours = training_rules(cfg).n_shards("batch")
+    with layout.on_mesh():
+        theirs = layout.rules.n_shards("batch")
+    if max(ours, theirs) % min(ours, theirs):
+        raise ValueError(
+            f"scoring with {theirs} data-parallel ranks is incompatible with the {ours} ranks of "
+            "updates; set sizes in config.score, config.ref and config.mesh so that one number of "
+            "ranks is a multiple of the other"
+        )
+    return max(theirs // ours, 1) * max(token_budget // cfg.learner.token_budget, 1)
