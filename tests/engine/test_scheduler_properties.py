@@ -201,10 +201,10 @@ class Machine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS)
     def prefill(self, prompt):
         try:
-            prefix, plan = self.s.prefill(np.array(prompt, np.int32))
+            prefix, work = self.s.prefill(np.array(prompt, np.int32))
         except OutOfPages:
             return
-        self.device.prepare(plan.prefill, self.version)
+        self.device.prepare(work, self.version)
         self.prefixes.append(prefix)
 
     @precondition(lambda self: self.prefixes)
@@ -213,14 +213,14 @@ class Machine(RuleBasedStateMachine):
         prefix = data.draw(st.sampled_from(self.prefixes))
         request = Request(prefix.tokens, max_tokens)
         try:
-            slot, plan = self.s.insert(prefix, request)
+            slot, work = self.s.insert(prefix, request)
         except OutOfPages:
             return
         except ValueError as refused:
             full = len(self.s.running) == self.s.max_num_seqs
             assert full or prefix.version != self.version or "KV pages" in str(refused)
             return
-        self.device.prepare(plan.prefill, self.version)
+        self.device.prepare(work, self.version)
         self.inserted.add(slot)
         self.ran.add(slot)
         self.unfinished[slot] = request
