@@ -5,15 +5,18 @@
     python scripts/slow_tests.py --only=tests/trainer --minutes=60
 
 The gate leaves slow tests out. The record is tests/slow_tests.tsv: commit, date, result and seconds
-of each test. Commit it after a run. Tests that were never run come first, then failed ones.
+of each test. Commit it after a run; one that is interrupted is recorded too. Tests that were never
+run come first, then failed ones.
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import datetime
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +46,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="prefixes of test names")
     parser.add_argument("-n", type=int, default=2, help="processes; default: 2")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     runs = current_runs(read_record(RECORD), collect_slow())
     if options.minutes is not None:
         chosen = [run for run in runs if run.name.startswith(tuple(options.only) or "")]
@@ -103,24 +107,26 @@ def run_tests(runs: list[Run], minutes: float, n_processes: int) -> dict[str, Ru
     """Runs tests in the given order, files together, until the time is over."""
     files = dict.fromkeys(run.name.split("::")[0] for run in runs)
     names = [run.name for file in files for run in runs if run.name.split("::")[0] == file]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=9", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
     until = time.time() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder:
         results, arguments = pathlib.Path(folder) / "results", pathlib.Path(folder) / "names"
         arguments.write_text("\n".join(names))
         command = [sys.executable, "-m", "pytest", "-m", "slow", f"-n{n_processes}"]
         command += ["--no-loadscope-reorder", f"--record={results}", f"--until={until}"]
-        subprocess.run([*command, f"@{arguments}"], cwd=ROOT)
-        lines = results.read_text().splitlines() if results.exists() else []
-    return {run.name: run for run in map(_as_run, map(json.loads, lines)) if run is not None}
+        with contextlib.suppress(KeyboardInterrupt):
+            subprocess.run([*command, f"@{arguments}"], cwd=ROOT)
+        rows = results.read_text().splitlines() if results.exists() else []
+    found = [_as_run(json.loads(row), commit) for row in rows]
+    return {run.name: run for run in found if run is not None}
 
 
-def _as_run(row: dict) -> Run | None:
+def _as_run(row: dict, commit: str) -> Run | None:
     """The run of a recorded row; None if the time was over before it."""
     if "out of time" in row.get("reason", ""):
         return None
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=9", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ).stdout.strip()
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     return Run(row["name"], row["result"], row["s"], commit, date)
 
