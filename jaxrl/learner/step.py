@@ -139,75 +139,38 @@ class Update:
         ref_params: Tree | None = None,
         extra_weight: int | float = 0.0,
         coefs: Coefs | None = None,
-    ) -> tuple[TrainState, dict[str, float]]:
-        """`dispatch`, and waits for it: (next state, metrics)."""
-        found: list[dict[str, float]] = []
-        with self.calls(state.params) as calls:
-            state = self.dispatch(
-                state,
-                batches,
-                calls,
-                found.append,
-                ref_params=ref_params,
-                extra_weight=extra_weight,
-                coefs=coefs,
-            )
-        return state, found[0]
-
-    def dispatch(
-        self,
-        state: TrainState,
-        batches: Sequence[Batch],
-        calls: CallQueue,
-        on_metrics: Callable[[dict[str, float]], None],
-        *,
-        ref_params: Tree | None = None,
-        extra_weight: int | float = 0.0,
-        coefs: Coefs | None = None,
         on_micro_batch: Callable[[int], None] = lambda i: None,
-    ) -> TrainState:
-        """The next state, which the devices may still compute. `state` is donated.
-
-        `calls` are those that were dispatched before; it later calls `on_micro_batch(i)` after
-        micro-batch i, and `on_metrics` after the optimizer step. An optimizer step is dispatched
-        after the metrics of the one before are read.
+    ) -> tuple[TrainState, dict[str, float]]:
+        """(next state, metrics). `state` is donated: it must not be used afterwards.
 
         `extra_weight` counts rollouts without gradient that `batches` leaves out, in the unit of
         `algorithm.aggregation` (`idle_weight`). `coefs` are this update's coefficients of KL and
-        entropy, if the config adapts them. With a load-balancing loss a first pass over the
-        micro-batches counts the tokens of each expert (learner/router.py).
+        entropy, if the config adapts them. `on_micro_batch(i)` is called when micro-batch i is
+        known to be computed, while later ones are in flight. With a load-balancing loss a first
+        pass over the micro-batches counts the tokens of each expert (learner/router.py).
         """
         params, ref_params = flatten(state.params), flatten(ref_params)
         total, n_vocab = self.zeros(params), self.n_vocab(state.params)
         balance, arrays = self.balance(params, batches, extra_weight), self._arrays(coefs)
 
-        def read_sums(i: int, weight: jax.Array) -> None:
+        def read(i: int, weight: jax.Array) -> None:
             jax.block_until_ready(weight)
             on_micro_batch(i)
 
-        def read_metrics(metrics: dict[str, jax.Array]) -> None:
-            found = jax.device_get(metrics)
-            on_metrics({name: float(value) for name, value in found.items()})
-
-        for i, batch in enumerate(batches):
-            calls.make_room()
-            total = self.accumulate(
-                params,
-                ref_params,
-                total,
-                self.put(batch, n_vocab=n_vocab),  # no name, which would keep it during the next
-                balance,
-                arrays,
-            )
-            calls.add(functools.partial(read_sums, i, total.sums.weight))
-        calls.make_room()
-        state, metrics = self.apply(state, total, np.float32(extra_weight))
-        calls.add(functools.partial(read_metrics, metrics))
-        return state
-
-    def calls(self, params: Tree) -> CallQueue:
-        """The calls of one or several updates of this model."""
-        return call_queue(self.n_vocab(params))
+        with call_queue(n_vocab) as calls:
+            for i, batch in enumerate(batches):
+                calls.make_room()
+                total = self.accumulate(
+                    params,
+                    ref_params,
+                    total,
+                    self.put(batch, n_vocab=n_vocab),  # no name: it would outlive its call
+                    balance,
+                    arrays,
+                )
+                calls.add(functools.partial(read, i, total.sums.weight))
+            state, metrics = self.apply(state, total, np.float32(extra_weight))
+        return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
     def accumulate(
         self,

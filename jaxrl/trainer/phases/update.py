@@ -1,10 +1,8 @@
 """Optimizer updates of a step: policy, separate critic and reference model."""
 
 import collections
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,33 +30,26 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     cfg = core.cfg
     work = [mini for mini in mini_batches if mini.packed] * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
-
-    def read(mini: MiniBatch, one: dict[str, float]) -> None:
-        if cfg.check_finite:
-            check_finite(one, mini.packed, cfg.run_path, core.clock.step + 1)
-        metrics.append(one)
-
     with (
         core.clock.timed("update_actor"),
         core.no_compile("update"),
         core.session.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
-        restartable_without_updates(core, metrics),
-        core.learner.update.calls(core.state.params) as calls,
     ):
         ref_params = to_device(core.ref_params) if full_kl_in_loss(cfg) else None
         for mini in work:
             idle_lens, shares = [s.n_loss_tokens for s in mini.idle], [s.share for s in mini.idle]
-            core.state = core.learner.update.dispatch(
+            core.state, one = core.learner.update.update(
                 core.state,
                 [packed.batch for packed in mini.packed],
-                calls,
-                functools.partial(read, mini),
                 ref_params=ref_params,
                 extra_weight=idle_weight(idle_lens, shares, mode=cfg.algorithm.aggregation),
                 coefs=dataclasses.replace(core.coefs.loss_coefs(), mean_weight=mini.mean_weight),
                 on_micro_batch=lambda i: bar.advance(1),
             )
+            if cfg.check_finite:
+                check_finite(one, mini.packed, core.cfg.run_path, core.clock.step + 1)
             core.clock.step_restartable = False
+            metrics.append(one)
     if not needs_old_logp(cfg):
         metrics = with_first_mismatch(metrics)
     return average_updates(metrics) | {"perf/n_updates": float(len(metrics))}
@@ -76,45 +67,24 @@ def update_critic(
     packs = [pack_samples(samples, cfg, n_ranks) for samples in trained if samples]
     work = packs * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
-
-    def read(packed: Sequence[Packed], one: dict[str, float]) -> None:
-        one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}
-        if core.cfg.check_finite:
-            check_finite(one, packed, core.cfg.run_path, core.clock.step + 1)
-        metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
-
     with (
         core.clock.timed("update_critic"),
         core.no_compile("critic"),
         core.session.progress.phase("critic", total=sum(map(len, work))) as bar,
         critic.training(),
-        restartable_without_updates(core, metrics),
-        critic.update.calls(critic.state.params) as calls,
     ):
         for packed in work:
-            critic.state = critic.update.dispatch(
+            critic.state, one = critic.update.update(
                 critic.state,
                 [micro.batch for micro in packed],
-                calls,
-                functools.partial(read, packed),
                 on_micro_batch=lambda i: bar.advance(1),
             )
+            one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}
+            if core.cfg.check_finite:
+                check_finite(one, packed, core.cfg.run_path, core.clock.step + 1)
             core.clock.step_restartable = False
+            metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
     return average_updates(metrics)
-
-
-@contextlib.contextmanager
-def restartable_without_updates(core: Core, metrics: Sequence[object]) -> Iterator[None]:
-    """Leaves the step restartable after a NonFiniteError before any metrics of the block.
-
-    The block dispatches updates before it reads whether they were finite, and so applied.
-    """
-    restartable = core.clock.step_restartable
-    try:
-        yield
-    except NonFiniteError:
-        core.clock.step_restartable = restartable and not metrics
-        raise
 
 
 def refresh_reference(core: Core) -> None:
