@@ -18,7 +18,7 @@ from jaxrl.trainer.rl_step import train_step
 from jaxrl.trainer.setup.opening import open_run
 
 ROOT = Path(__file__).parents[2]
-MAX_OPENING, MAX_STEP = 166, 48  # files
+MAX_OPENING, MAX_STEP = 169, 50  # files
 
 
 @contextlib.contextmanager
