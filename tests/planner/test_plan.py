@@ -709,7 +709,7 @@ def test_on_several_hosts_each_process_has_its_own_engine():
 
 
 def test_collectives_cost_a_ring_and_are_slower_between_nodes():
-    one = Collective("all-gather", 8e9, 8, 7, 1.0, (), (), "")
+    one = Collective("all-gather", 8e9, 8, 7, 1.0, (), "")
     assert collective_seconds(one, CHIPS["h100"]) == pytest.approx(8e9 * 7 / 8 / 450e9)
     across = dataclasses.replace(one, spread=56)
     assert collective_seconds(across, CHIPS["h100"]) == pytest.approx(8e9 * 7 / 8 / 50e9)

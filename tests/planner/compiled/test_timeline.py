@@ -14,7 +14,7 @@ CHIP = dataclasses.replace(
     memory_bytes_per_s=10.0,
     link_bytes_per_s=1.0,
 )
-GATHER = Collective("all-gather", 8.0, 2, 1, 1.0, (), (), "")  # 8 bytes x 1/2 at 1 byte/s: 4 s
+GATHER = Collective("all-gather", 8.0, 2, 1, 1.0, (), "")  # 8 bytes x 1/2 at 1 byte/s: 4 s
 
 
 def compute(seconds: float) -> Kernel:
