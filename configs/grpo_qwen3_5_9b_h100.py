@@ -8,12 +8,12 @@ Data and lengths are those of configs/grpo_qwen3_5_9b.py, with a quarter of its 
 
 Mesh: fsdp 8. The rollout has 2 replicas of 4 GPUs.
 
-Memory: the KV pages and states are freed during updates (rollout.release_kv). An update needs 67.4
+Memory: the KV pages and states are freed during updates (rollout.release_kv). An update needs 65.2
 of the 67.7 GiB that rollout.memory_utilization allows.
 
-Minutes and result: not measured yet. A step takes 45 s or more at the chips' peak rates, and 62 s
-with kernels one after the other, by
-python -m jaxrl.plan --config=configs/grpo_qwen3_5_9b_h100.py --topology=h100:8
+Minutes and result: not measured yet. By its plan (docs/plans/grpo_qwen3_5_9b_h100.h100-8.txt, with
+model.layers=stacked) a step takes 41 s or more at the chips' peak rates, and 58 s with kernels one
+after the other.
 """
 
 from pathlib import Path

@@ -78,19 +78,6 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_qwen3_5_9b_h100.h100-8": ("grpo_qwen3_5_9b_h100", "h100:8", STACKED),
     "grpo_qwen3_5_35b_a3b.v5p-4x4x4": ("grpo_qwen3_5_35b_a3b", "v5p:4x4x4", {}),
     "grpo_qwen3_5_35b_a3b_h100.h100-64": ("grpo_qwen3_5_35b_a3b_h100", "h100:64", {}),
-    "grpo_qwen3_5_9b_lora.h100-1": (
-        "grpo_qwen3_5_9b_h100",
-        "h100:1",
-        STACKED | ONE_DEVICE | {"learner.remat": "full", "lora.rank": "32"},
-    ),
-    "grpo_qwen3_5_35b_a3b_lora.h100-8": (
-        "grpo_qwen3_5_35b_a3b_h100",
-        "h100:8",
-        FSDP_8
-        | {"learner.zero": "0", "learner.remat": "full", "learner.token_budget": "16384"}
-        | {"data.prompts_per_step": "64", "learner.mini_batch_prompts": "16"}
-        | {"lora.rank": "32"},
-    ),
 }
 WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     "grpo_7b.v5e-2x4": (
@@ -132,6 +119,19 @@ WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
         "v5p:4x4x4",
         {"mesh.replica": "1", "mesh.fsdp": "1", "mesh.sequence": "8", "mesh.tensor": "8"}
         | {"learner.zero": "0", "rollout.release_kv": "False"},
+    ),
+    "grpo_qwen3_5_9b_lora.h100-1": (
+        "grpo_qwen3_5_9b_h100",
+        "h100:1",
+        STACKED | ONE_DEVICE | {"learner.remat": "full", "lora.rank": "32"},
+    ),
+    "grpo_qwen3_5_35b_a3b_lora.h100-8": (
+        "grpo_qwen3_5_35b_a3b_h100",
+        "h100:8",
+        FSDP_8
+        | {"learner.zero": "0", "learner.remat": "full", "learner.token_budget": "16384"}
+        | {"data.prompts_per_step": "64", "learner.mini_batch_prompts": "16"}
+        | {"lora.rank": "32"},
     ),
 }
 PLANS |= WORKED_PLANS

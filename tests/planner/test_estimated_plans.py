@@ -86,6 +86,8 @@ def settings(job: Job) -> CandidateSettings:
         ("grpo_7b.v5p-4x4x4", 0.95),
         ("grpo_7b_h100.h100-64", 1.1),
         ("grpo_qwen3_5_35b_a3b_h100.h100-64", 0.95),
+        ("grpo_qwen3_5_35b_a3b_lora.h100-8", 0.9),
+        ("grpo_qwen3_5_9b_h100.h100-8", 0.95),
     ],
 )
 def test_estimates_agree_with_compiled_plans(name, rollout):
