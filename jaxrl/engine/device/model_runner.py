@@ -107,6 +107,7 @@ class ModelRunner:
             "copy_states": {"rules": pool.rules, "stacked": pool.cfg.stacked},
             "decode": samples | decodes,
         }
+        self._decode = programs.decode_as_graph if rollout.cuda_graph else programs.decode
         self.cache: KVCache | None = None
         self.device_s = 0.0  # wall time of program calls
         self._eos_ids, self._filters = eos_ids, filters
@@ -193,7 +194,7 @@ class ModelRunner:
         """
         batch = self.decode_batch(seqs, bucket, adjusted=adjusted, filtered=filtered)
         with self._call():
-            self.cache, out = programs.decode(
+            self.cache, out = self._decode(
                 params,
                 self.allocated_cache(),
                 batch,
@@ -251,7 +252,7 @@ class ModelRunner:
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
         state = (cache,) if program.kind in COPIES else (params, cache)
-        jitted = getattr(programs, program.kind)
+        jitted = self._decode if program.kind == "decode" else getattr(programs, program.kind)
         return jitted.lower(*state, *self._padding(program), **self._static[program.kind])
 
     def _padding(self, program: Dispatch) -> tuple[Any, ...]:
