@@ -38,7 +38,7 @@ from jaxrl.models.families.entries import WITHOUT_EFFECT
 from jaxrl.models.files.hf_config import FAMILIES, config_path, folder_config, same_model
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.hf_save import save_model
-from jaxrl.models.files.quantized.scheme import folder_scheme
+from jaxrl.models.files.quantized.scheme import folder_scheme, without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, expected_shapes
@@ -114,7 +114,8 @@ def facts(folder: Path, cfg: DecoderConfig) -> Iterator[CheckRow]:
     yield CheckRow("context", f"{cfg.context_len:,} tokens")
     if scheme := folder_scheme(folder):
         yield CheckRow("weights", f"{scheme.title}, dequantized to bfloat16; exports have no codes")
-    yield CheckRow("config.json", entries_text(parse_json(config_path(folder).read_text()), cfg))
+    config = without_scheme(parse_json(config_path(folder).read_text()))
+    yield CheckRow("config.json", entries_text(config, cfg))
 
 
 def layers_text(cfg: DecoderConfig) -> str:

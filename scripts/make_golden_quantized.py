@@ -35,7 +35,11 @@ GROUP = dict(strategy="group", group_size=16)
 # Format and weights of a group of compressed-tensors, and the dtype of its scales.
 COMPRESSED = {
     "int4_group": ("pack-quantized", dict(num_bits=4, **GROUP), torch.bfloat16),
-    "int4_group_zero": ("pack-quantized", dict(num_bits=4, symmetric=False, **GROUP), torch.float32),
+    "int4_group_zero": (
+        "pack-quantized",
+        dict(num_bits=4, symmetric=False, **GROUP),
+        torch.float32,
+    ),
     "int4_channel": ("pack-quantized", dict(num_bits=4, strategy="channel"), torch.bfloat16),
     "int8_packed_zero": (
         "pack-quantized",
@@ -43,7 +47,11 @@ COMPRESSED = {
         torch.bfloat16,
     ),
     "int8_channel": ("int-quantized", dict(num_bits=8, strategy="channel"), torch.bfloat16),
-    "int8_group_zero": ("naive-quantized", dict(num_bits=8, symmetric=False, **GROUP), torch.float32),
+    "int8_group_zero": (
+        "naive-quantized",
+        dict(num_bits=8, symmetric=False, **GROUP),
+        torch.float32,
+    ),
     "fp8_tensor": ("float-quantized", dict(type="float", strategy="tensor"), torch.bfloat16),
     "fp8_channel": ("float-quantized", dict(type="float", strategy="channel"), torch.float32),
     "fp8_block": (

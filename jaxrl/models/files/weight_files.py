@@ -117,6 +117,7 @@ def separate_experts(name: str, info: FileTensor) -> dict[str, FileTensor]:
     stem, _, last = name.rpartition(".")
     parts = FUSED_EXPERTS.get(last, ())
     fused = parts and stem.endswith(".experts") and len(info.shape) == 3
+    fused = fused and not (isinstance(info, QuantizedTensor) and info.format.transposed)
     if not fused or info.shape[1] % len(parts):
         return {name: info}
     shape = info.shape[1] // len(parts), info.shape[2]

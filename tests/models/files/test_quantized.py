@@ -42,7 +42,9 @@ INT4 = group_config("pack-quantized", num_bits=4, strategy="group", group_size=4
 
 def write_folder(folder: Path, quantization: dict, tensors: dict, **config) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(config | dict(quantization_config=quantization)))
     return folder
 
@@ -106,9 +108,10 @@ def test_mxfp4_by_hand(tmp_path):
     blocks = np.zeros((1, 2, 1, 16), np.uint8)
     blocks[0, :, 0, 0] = [0x92, 0x07]
     scales = np.array([[[128], [126]]], np.uint8)
-    parts = {"m.gate_up_proj_blocks": blocks, "m.gate_up_proj_scales": scales}
+    name = "m.experts.gate_up_proj"  # stays fused: gate and up are interleaved in it
+    parts = {f"{name}_blocks": blocks, f"{name}_scales": scales}
     folder = write_folder(tmp_path, dict(quant_method="mxfp4"), parts)
-    values = read_tensor(find_tensors(folder)["m.gate_up_proj"])
+    values = read_tensor(find_tensors(folder)[name])
     assert values.shape == (1, 32, 2)  # experts, in, out
     np.testing.assert_array_equal(values[0, :2], [[2, 3], [-1, 0]])
     assert not values[0, 2:].any()
@@ -116,7 +119,7 @@ def test_mxfp4_by_hand(tmp_path):
 
 def int4_parts() -> dict[str, np.ndarray]:
     # Columns 0 to 7 of row 0 have the codes 0 to 7, which are -8 to -1; row 1 the codes 8 to 15.
-    # Zero points are packed over rows: those of row 0 are 8 - 8 and 9 - 8, of row 1 7 - 8 and 8 - 8.
+    # Zero points are packed over rows: of row 0 they are 8 - 8 and 9 - 8, of row 1 7 - 8 and 8 - 8.
     packed = np.array([[0x76543210], [0xFEDCBA98]], np.uint32).view(np.int32)
     return {
         "a.weight_packed": packed,
@@ -136,16 +139,22 @@ def test_int4_by_hand(tmp_path):
     np.testing.assert_array_equal(read_tensor(find_tensors(folder)["a.weight"]), expected)
 
 
-def test_each_device_gets_its_slice_and_exports_have_no_codes(tmp_path, caplog):
+def test_each_device_gets_its_slice(tmp_path, caplog):
     source, values = fp8_model("qwen3", tmp_path / "fp8")
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)), caplog.at_level(logging.WARNING):
-        cfg, model = load_model(source, rules=TRAIN, dtype=jnp.bfloat16, stacked=True)
+        _, model = load_model(source, rules=TRAIN, dtype=jnp.bfloat16, stacked=True)
         q = model.layers.attn.q.w
         for shard in q.addressable_shards:
             whole = values[Q].reshape(q.shape[1:])
             np.testing.assert_array_equal(np.asarray(shard.data)[0], whole[shard.index[1:]])
-        save_model(tmp_path / "out", model, source=source)
     assert "FP8 (e4m3) in blocks of 16x32" in caplog.text and "Exports are not quant" in caplog.text
+
+
+def test_exports_have_no_codes(tmp_path, one_device):
+    source, values = fp8_model("qwen3", tmp_path / "fp8")
+    save_model(
+        tmp_path / "out", load_model(source, rules=TRAIN, dtype=jnp.bfloat16)[1], source=source
+    )
     convert_model(source, tmp_path / "converted")
     for folder in (tmp_path / "out", tmp_path / "converted"):
         written = load_file(folder / "model.safetensors")
@@ -197,6 +206,7 @@ def test_a_drafter_is_exported_dequantized(tmp_path):
     np.testing.assert_array_equal(read_tensor(kept[1]), fp8_values(parts, "mtp.fc.weight"))
 
 
+@pytest.mark.thorough
 def test_a_frozen_base_is_quantized_again(tmp_path, one_device, caplog):
     source, _ = fp8_model("qwen3", tmp_path / "fp8")
     (tmp_path / "plain").mkdir()
@@ -216,15 +226,23 @@ def test_a_frozen_base_is_quantized_again(tmp_path, one_device, caplog):
         ({"a.weight_scale": None}, r"a\.weight_scale is missing"),
         ({"a.weight_shape": None}, r"a\.weight_shape is missing"),
         ({"a.weight_packed": None}, r"a\.weight_scale has no codes to which it belongs"),
-        ({"a.weight_scale": np.ones((2, 3), BF16)}, r"a\.weight_scale is \[2, 3\], expected \[2, 2"),
-        ({"a.weight_scale": np.ones((2, 2), "i8")}, r"a\.weight_scale is int64, expected float64 or"),
-        ({"a.weight_zero_point": np.ones((2, 2), "i4")}, r"zero_point is \[2, 2\], expected \[1, 2"),
+        (
+            {"a.weight_scale": np.ones((2, 3), BF16)},
+            r"a\.weight_scale is \[2, 3\], expected \[2, 2",
+        ),
+        (
+            {"a.weight_scale": np.ones((2, 2), "i8")},
+            r"a\.weight_scale is int64, expected float64 or",
+        ),
+        (
+            {"a.weight_zero_point": np.ones((2, 2), "i4")},
+            r"zero_point is \[2, 2\], expected \[1, 2",
+        ),
         ({"a.weight_shape": np.array([2, 9])}, r"a\.weight_packed is \[2, 1\], and .* is \[2, 9\]"),
         ({"a.weight_shape": np.array([-2, 8])}, r"a\.weight_shape is \[-2, 8\]"),
         ({"a.weight_g_idx": np.zeros(8, "i4")}, r"a\.weight_g_idx has no codes"),
         ({"b.weight_scale": np.ones((2, 2), BF16)}, r"b\.weight_scale has no codes"),
     ],
-    ids=str,
 )
 def test_parts_that_do_not_fit_are_named(change, message, tmp_path):
     parts = {k: v for k, v in (int4_parts() | change).items() if v is not None}
@@ -261,7 +279,6 @@ def test_zero_points_are_required_unless_codes_are_symmetric(tmp_path):
         (INT4 | dict(config_groups={}), "no object config_groups"),
         (INT4 | dict(config_groups=dict(g=["Linear"])), "g of config_groups has no object weights"),
     ],
-    ids=str,
 )
 def test_other_schemes_are_refused(entry, message):
     with pytest.raises(ValueError, match=message):
@@ -271,4 +288,6 @@ def test_other_schemes_are_refused(entry, message):
 def test_schemes_of_both_levels_must_agree():
     assert read_scheme(dict(text_config=dict(quantization_config=INT4), quantization_config=INT4))
     with pytest.raises(ValueError, match="several different entries quantization_config"):
-        read_scheme(dict(text_config=dict(quantization_config=FP8_CONFIG), quantization_config=INT4))
+        read_scheme(
+            dict(text_config=dict(quantization_config=FP8_CONFIG), quantization_config=INT4)
+        )
