@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.hf_save import convert_model, save_model
+from jaxrl.models.files.kept_record import kept_record
 from jaxrl.models.files.quantized.scheme import read_scheme
 from jaxrl.models.files.quantized.tensors import QuantizedTensor, read_tensor
 from jaxrl.models.files.weight_files import all_tensors, find_tensors, kept_tensors
@@ -170,6 +171,7 @@ def test_exports_have_no_codes(tmp_path, one_device):
 def test_only_a_slice_is_dequantized(tmp_path, monkeypatch):
     source, _ = fp8_model("qwen3", tmp_path / "fp8")
     info = find_tensors(source)[UP]
+    assert isinstance(info, QuantizedTensor)
     read = []
     monkeypatch.setattr(
         "jaxrl.models.files.quantized.tensors.dequantize",
@@ -201,7 +203,9 @@ def test_fused_experts_are_separated(tmp_path):
 def test_a_drafter_is_exported_dequantized(tmp_path):
     w = np.random.default_rng(0).normal(size=(20, 40))
     parts = fp8_parts("mtp.fc.weight", w)
-    (kept,) = kept_tensors(write_folder(tmp_path, FP8_CONFIG, parts)).items()
+    folder = write_folder(tmp_path, FP8_CONFIG, parts)
+    (kept,) = kept_tensors(folder).items()
+    assert kept_record(folder)["n_tensors"] == 1
     assert kept[0] == "mtp.fc.weight"
     np.testing.assert_array_equal(read_tensor(kept[1]), fp8_values(parts, "mtp.fc.weight"))
 
@@ -238,6 +242,7 @@ def test_a_frozen_base_is_quantized_again(tmp_path, one_device, caplog):
             {"a.weight_zero_point": np.ones((2, 2), "i4")},
             r"zero_point is \[2, 2\], expected \[1, 2",
         ),
+        ({"a.weight_shape": np.array([2, np.nan])}, r"a\.weight_shape is float64, expected int64"),
         ({"a.weight_shape": np.array([2, 9])}, r"a\.weight_packed is \[2, 1\], and .* is \[2, 9\]"),
         ({"a.weight_shape": np.array([-2, 8])}, r"a\.weight_shape is \[-2, 8\]"),
         ({"a.weight_g_idx": np.zeros(8, "i4")}, r"a\.weight_g_idx has no codes"),
@@ -291,3 +296,19 @@ def test_schemes_of_both_levels_must_agree():
         read_scheme(
             dict(text_config=dict(quantization_config=FP8_CONFIG), quantization_config=INT4)
         )
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 0.5, 2**70, "x", [], [1], [[2], 3], {}, {"a": 1}]
+)
+def test_odd_values_of_any_entry_are_errors_of_their_names_or_have_no_effect(value):
+    weights = INT4["config_groups"]["g"]["weights"]
+    changed = [FP8_CONFIG | {key: value} for key in FP8_CONFIG]
+    changed += [INT4 | {key: value} for key in INT4]
+    changed += [INT4 | dict(config_groups=dict(g=value)), INT4 | dict(config_groups=value), value]
+    changed += [group_config("pack-quantized", **weights | {key: value}) for key in weights]
+    for entry in changed:
+        try:
+            read_scheme(dict(quantization_config=entry))
+        except ValueError as error:
+            assert "quant" in str(error) or "config_groups" in str(error)

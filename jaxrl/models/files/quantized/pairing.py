@@ -60,8 +60,9 @@ def pair_tensors(
     errors += [f"{name} has no codes to which it belongs" for name in rest if name.endswith(PARTS)]
     if errors:
         more = [f"and {len(errors) - MAX_LISTED} more"] if len(errors) > MAX_LISTED else []
+        folder = next(iter(stored.values())).path.parent
         raise ValueError(
-            f"the weights are not {scheme.title}, as quantization_config in config.json says: "
+            f"the weights in {folder} are not {scheme.title}, as quantization_config says: "
             f"{'; '.join(errors[:MAX_LISTED] + more)}; download the model again, with its own "
             "config.json"
         )
@@ -117,11 +118,12 @@ def codes_shape(
     name = base + fmt.codes
     shape = stored[name].shape
     if fmt.is_packed:
-        sizes = np.asarray(map_tensor(part_of(stored, base + SHAPE))).reshape(-1).tolist()
-        rows, columns = sizes if len(sizes) == 2 else (0, 0)
-        if min(rows, columns) < 1 or shape != (rows, row_bytes(fmt, int(columns)) // 4):
-            raise ValueError(f"{name} is {list(shape)}, and {base + SHAPE} is {sizes}")
-        return (), (int(rows), int(columns))
+        sizes = part_of(stored, base + SHAPE)
+        check_part(base + SHAPE, sizes, (2,), [DTYPES["I64"], DTYPES["I32"]])
+        rows, columns = np.asarray(map_tensor(sizes)).tolist()
+        if min(rows, columns) < 1 or shape != (rows, row_bytes(fmt, columns) // 4):
+            raise ValueError(f"{name} is {list(shape)}, and {base + SHAPE} is {[rows, columns]}")
+        return (), (rows, columns)
     if fmt.table == "mxfp4":
         n_codes = fmt.block[1]  # of a group, in the last axis
         if len(shape) != 4 or min(shape) < 1 or shape[3] != n_codes // 2:

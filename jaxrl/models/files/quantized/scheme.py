@@ -103,14 +103,15 @@ def read_scheme(config: Mapping[str, Any]) -> QuantizationScheme | None:
         names = ", ".join(dict.fromkeys(name for name, _ in found))
         raise ValueError(f"config.json has several different entries {names}; {ADVICE}")
     method = entry.get("quant_method") if isinstance(entry, dict) else None
-    if method not in KNOWN or (name != ENTRIES[0] and method != "compressed-tensors"):
+    known = KNOWN.get(method) if isinstance(method, str) else None
+    if known is None or (name != ENTRIES[0] and method != "compressed-tensors"):
         raise ValueError(
             f"the checkpoint is quantized ({name} in config.json, quant_method {shown(method)}), "
             f"and these are read: {READABLE}; use its unquantized version, which lora.base_dtype "
             "can quantize to int8 or nf4 for a frozen base"
         )
-    check_known_entries(name, entry, KNOWN[method])
-    return READERS[method](entry)
+    check_known_entries(name, entry, known)
+    return READERS[str(method)](entry)
 
 
 def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +166,8 @@ def compressed_scheme(entry: Mapping[str, Any]) -> QuantizationScheme:
         check_known_entries(f"config_groups.{key}.weights", weights, KNOWN_WEIGHTS)
         name = group.get("format") or entry.get("format")
         formats.append(compressed_format(name, weights))
-        kind = "FP8 (e4m3)" if formats[-1].table == "float8" else f"int{weights['num_bits']}"
+        is_float = formats[-1].table == "float8"
+        kind = "FP8 (e4m3)" if is_float else f"int{weights.get('num_bits', 8)}"
         names.append(f"{kind} ({name})")
     title = f"{' and '.join(dict.fromkeys(names))} of compressed-tensors"
     return QuantizationScheme(title, tuple(dict.fromkeys(formats)))
@@ -180,16 +182,17 @@ def compressed_format(name: object, weights: Mapping[str, Any]) -> WeightFormat:
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise unsupported("actorder", weights["actorder"], "weight, or none,")
     symmetric = weights.get("symmetric", True) is not False
+    n_bits = n_bits if type(n_bits) is int else 0
     if name == PACKED and kind == "int" and n_bits in (4, 8):
         return WeightFormat(f"packed{n_bits}", block, codes="_packed", symmetric=symmetric)
-    if name in FLAT and kind == "int" and type(n_bits) is int and 2 <= n_bits <= 8:
+    if name in FLAT and kind == "int" and 2 <= n_bits <= 8:
         return WeightFormat("int8", block, symmetric=symmetric)
     if name in FLAT and kind == "float" and n_bits == 8 and symmetric:
         return WeightFormat("float8", block)
     raise ValueError(
         f"quantization_config stores weights as {shown(name)} with type {shown(kind)} and num_bits "
-        f"{shown(n_bits)}, and these are read: {READABLE} (pack-quantized of 4 or 8 bits, "
-        f"{', '.join(FLAT)}); use the unquantized version of the checkpoint"
+        f"{shown(weights.get('num_bits', 8))}, and these are read: {READABLE} (pack-quantized of 4 "
+        f"or 8 bits, {', '.join(FLAT)}); use the unquantized version of the checkpoint"
     )
 
 

@@ -16,17 +16,17 @@ from jaxrl.models.files.quantized.scheme import WeightFormat
 from jaxrl.models.files.safetensors import DTYPES, TensorInfo, map_tensor
 
 BYTE, FLOAT, BF16 = DTYPES["U8"], DTYPES["F32"], DTYPES["BF16"]
-CHUNK = 2**22  # values that are dequantized at once
+CHUNK = 2**20  # values that are dequantized at once
 BYTES = np.arange(256, dtype=np.uint8)
 HALVES = np.stack([BYTES & 15, BYTES >> 4], axis=1)  # two codes in a byte, the low half first
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], FLOAT)  # of codes 0 to 7; then the negative ones
-# Values of the codes in each byte.
+# Values of the codes in each byte. Two are one item of 8 bytes, which numpy finds 7 times faster.
 TABLES = {
-    "float8": BYTES.view(ml_dtypes.float8_e4m3fn).astype(FLOAT)[:, None],
-    "int8": BYTES.view(np.int8).astype(FLOAT)[:, None],
-    "packed8": BYTES.astype(FLOAT)[:, None] - 128,
-    "packed4": HALVES.astype(FLOAT) - 8,
-    "mxfp4": np.concatenate([E2M1, -E2M1])[HALVES],
+    "float8": BYTES.view(ml_dtypes.float8_e4m3fn).astype(FLOAT),
+    "int8": BYTES.view(np.int8).astype(FLOAT),
+    "packed8": BYTES.astype(FLOAT) - 128,
+    "packed4": (HALVES.astype(FLOAT) - 8).view(np.uint64)[:, 0],
+    "mxfp4": np.concatenate([E2M1, -E2M1])[HALVES].view(np.uint64)[:, 0],
 }
 
 
@@ -139,12 +139,12 @@ def row_bytes(fmt: WeightFormat, n_columns: int) -> int:
 def dequantize(tensor: QuantizedTensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Values of a matrix in float32: [rows, columns]."""
     fmt, table = tensor.format, TABLES[tensor.format.table]
-    n = table.shape[1]  # codes in a byte
+    n = table.itemsize // FLOAT.itemsize  # codes in a byte
     first, last = int(columns.min()) // n, int(columns.max()) // n + 1
     width = row_bytes(fmt, tensor.matrix[1])
     codes = TensorInfo(tensor.path, BYTE, (tensor.matrix[0], width), tensor.start)
-    values = table[map_tensor(codes)[rows, first:last]].reshape(len(rows), -1)
-    values = values[:, columns - first * n]
+    values = table[map_tensor(codes)[span(rows)][:, first:last]].view(FLOAT)
+    values = values[:, span(columns - first * n)]
     block_rows, block_columns = scale_block(fmt, tensor.matrix)
     n_rows, n_columns = scale_grid(fmt, tensor.matrix)
     scale = map_tensor(tensor.scale).reshape(n_rows, n_columns)[rows // block_rows]
@@ -152,8 +152,16 @@ def dequantize(tensor: QuantizedTensor, rows: np.ndarray, columns: np.ndarray) -
         scale = scale.view(ml_dtypes.float8_e8m0fnu)
     if tensor.zero is not None:
         zero = zero_points(fmt, map_tensor(tensor.zero), rows // block_rows, n_columns)
-        values -= zero[:, columns // block_columns]
+        values = values - zero[:, columns // block_columns]
     return values * scale.astype(FLOAT)[:, columns // block_columns]
+
+
+def span(numbers: np.ndarray) -> slice | np.ndarray:
+    """The numbers as an index: a slice if they are successive, which copies nothing."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    if last - first == len(numbers) - 1 and (np.diff(numbers) == 1).all():
+        return slice(first, last + 1)
+    return numbers
 
 
 def zero_points(
