@@ -246,6 +246,7 @@ def test_a_frozen_base_is_quantized_again(tmp_path, one_device, caplog):
         ({"a.weight_shape": np.array([2, 9])}, r"a\.weight_packed is \[2, 1\], and .* is \[2, 9\]"),
         ({"a.weight_shape": np.array([-2, 8])}, r"a\.weight_shape is \[-2, 8\]"),
         ({"a.weight_g_idx": np.zeros(8, "i4")}, r"a\.weight_g_idx has no codes"),
+        ({"a.weight": np.ones((2, 8), BF16)}, r"a\.weight has values and also codes"),
         ({"b.weight_scale": np.ones((2, 2), BF16)}, r"b\.weight_scale has no codes"),
     ],
 )

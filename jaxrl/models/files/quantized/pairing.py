@@ -58,6 +58,7 @@ def pair_tensors(
                 errors.append(str(error))
     rest = {n: info for n, info in stored.items() if n not in used and not n.endswith(ACTIVATIONS)}
     errors += [f"{name} has no codes to which it belongs" for name in rest if name.endswith(PARTS)]
+    errors += [f"{name} has values and also codes" for name in sorted(rest.keys() & pairs.keys())]
     if errors:
         more = [f"and {len(errors) - MAX_LISTED} more"] if len(errors) > MAX_LISTED else []
         folder = next(iter(stored.values())).path.parent
