@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxrl import types
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.layers.moe import RouterLoad
+from jaxrl.models.layers.router import RouterLoad
 
 
 @struct.dataclass
