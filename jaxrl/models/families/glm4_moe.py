@@ -10,6 +10,8 @@ from typing import Any
 from jaxrl.models.config import DecoderConfig, RouterConfig
 from jaxrl.models.families import entries, fields, rotary
 
+# Number of layers of the drafter, whose tensors an export keeps (files/weight_files.py).
+DRAFTER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 EXPERTS: dict[str, Any] = {
     "n_routed_experts": 128,  # the defaults are those of transformers
     "num_experts_per_tok": 8,
@@ -23,9 +25,7 @@ EXPERTS: dict[str, Any] = {
 }
 ENTRIES = entries.Entries(
     classes=("Glm4Moe",),
-    # num_nextn_predict_layers: of the drafter, whose tensors an export keeps (weight_files.py)
-    read=entries.READ
-    | {"hidden_act", "attention_bias", "use_qk_norm", "num_nextn_predict_layers", *EXPERTS},
+    read=entries.READ | {"hidden_act", "attention_bias", "use_qk_norm", *DRAFTER_LAYERS, *EXPERTS},
     neutral=frozenset({"output_router_logits"}),
 )
 DEFAULTS: dict[str, Any] = EXPERTS | dict(
@@ -36,10 +36,11 @@ DEFAULTS: dict[str, Any] = EXPERTS | dict(
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     """Raises ValueError if no layer has experts."""
     c = DEFAULTS | dict(c)
+    rope = rotary.read_rope(c, partial=True)
     cfg = fields.base_config(
         c,
         "glm4_moe",
-        rope=rotary.read_rope(c, partial=True),
+        rope=dataclasses.replace(rope, mrope_section=()),  # which transformers ignores
         qkv_bias=c.get("attention_bias", False),
         qk_norm=c.get("use_qk_norm", False),
         E=c["n_routed_experts"],

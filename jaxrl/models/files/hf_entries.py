@@ -25,6 +25,7 @@ INTEGERS = {  # smallest and largest value
     "topk_group": (1, 2**16),
     "first_k_dense_replace": (0, 1000),
     "num_nextn_predict_layers": (0, 1000),
+    "num_mtp_layers": (0, 1000),
     "vocab_size": (1, 2**26),
     "max_position_embeddings": (1, 2**31),
     "num_experts": (1, 2**16),

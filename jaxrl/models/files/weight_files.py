@@ -80,11 +80,13 @@ def kept_tensors(folder: Path) -> dict[str, TensorInfo]:
 def drafter_layers(folder: Path) -> tuple[str, ...]:
     """Starts of the names of a drafter's tensors, which has its layers after those of the model.
 
-    `num_nextn_predict_layers` in config.json is their number; transformers does not load them.
+    `num_nextn_predict_layers` in config.json, or `num_mtp_layers`, is their number. transformers
+    does not load them.
     """
     path = folder / "config.json"
     config = read_object(path, ADVICE) if path.exists() else {}
-    first, n_layers = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    n_layers = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
+    first = config.get("num_hidden_layers")
     if type(first) is not int or type(n_layers) is not int:
         return ()
     return tuple(f"model.layers.{first + i}." for i in range(min(n_layers, MAX_DRAFTER_LAYERS)))
