@@ -96,7 +96,7 @@ def glm_folder(target: Path, n_layers: int) -> tuple[Path, dict[str, np.ndarray]
 
 
 def test_the_drafter_layers_of_glm_are_exported_unchanged(one_device, tmp_path):
-    """Of the model, a cast to bfloat16 leaves the corrections only in float32."""
+    """A cast of the model to bfloat16 leaves the corrections in float32."""
     source, drafter = glm_folder(tmp_path / "source", 1)
     _, model = load_model(source, rules=TRAIN, dtype=jnp.bfloat16)
     save_model(tmp_path / "a", model, source=source)
