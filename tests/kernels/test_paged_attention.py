@@ -87,9 +87,7 @@ def test_columns_equal_the_reference(one_device, page_len, options):
     ],
 )
 @pytest.mark.parametrize("kernel", [paged_attention_ragged, paged_attention_triton])
-def test_kernels_equal_the_reference(
-    one_device, monkeypatch, kernel, heads, page_len, options
-):
+def test_kernels_equal_the_reference(one_device, monkeypatch, kernel, heads, page_len, options):
     """Rows of many lengths, with partial groups of pages and with empty rows in between."""
     monkeypatch.setattr(ragged, "target_cores", lambda: 2)
     monkeypatch.setattr(ragged, "MAX_KEYS", 512)  # rows of two groups

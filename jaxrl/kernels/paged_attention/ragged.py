@@ -28,7 +28,7 @@ from jaxrl.kernels.shard_attention import shard_paged_attention
 from sharding import target_cores
 
 MAX_QUERIES = 512  # tokens x query heads per kv head in one row
-QUERY_BYTES = 6 * 2**20  # of a row: queries and outputs, both twice, and the online softmax
+QUERY_BYTES = 6 * 2**20  # of VMEM, for a row
 # A group of pages. More keys share the fixed cost of a group; scores of all queries are in VMEM.
 MAX_KEYS = 1024
 MAX_SCORES = 2**18
@@ -39,6 +39,7 @@ GROUP_BYTES = 2**20  # of keys
 MAX_GROUPS = 8
 BUFFER_BYTES = 6 * 2**20  # of keys and values
 SHARED_BYTES = 9 * 2**20  # of the buffers and the row; the rest is for scores
+
 
 def paged_attention_ragged(
     q: Float[Array, "B T N H"],
@@ -80,23 +81,15 @@ def _local_attention(
     positions,
     window,
 ):
-    K, page_len, H = k_pages.shape[1:]
-    itemsize = k_pages.dtype.itemsize
-    query_bytes = K * (H * (2 * 2 * itemsize + 4) + 2 * LANES * 4)
     rows = split_rows(
         q.astype(k_pages.dtype), positions, window,
-        n_kv_heads=K, page_len=page_len, size=lambda M: M,
-        max_queries=min(MAX_QUERIES, QUERY_BYTES // query_bytes),
+        n_kv_heads=k_pages.shape[1], page_len=k_pages.shape[2], size=lambda M: M,
+        max_queries=min(MAX_QUERIES, QUERY_BYTES // _query_bytes(k_pages)),
     )  # fmt: skip
-    n_rows, _, M, _ = rows.q.shape
-    page_bytes = K * page_len * H * itemsize
-    n_keys = min(MAX_KEYS, MAX_SCORES // M)
-    n = max(min(n_keys // page_len, GROUP_BYTES // page_bytes, table.shape[1]), 1)
-    buffer_bytes = min(BUFFER_BYTES, SHARED_BYTES - M * query_bytes)
-    n_groups = max(min(buffer_bytes // (2 * n * page_bytes), MAX_GROUPS), 2)
+    n_rows, K, M, H = rows.q.shape
+    n_groups, n = _buffer_sizes(k_pages, M, table.shape[1])
     n_cores = min(target_cores(), n_rows)
     starts = _divide_rows(rows.high - rows.low + n // 2, n_cores)
-    n_steps = jnp.max(starts[1:] - starts[:-1]) if n_cores > 1 else n_rows
 
     def block(*shape):
         """The part of an array that belongs to the row of a program, or to the core's last row."""
@@ -108,29 +101,24 @@ def _local_attention(
         return pl.BlockSpec((None, *shape), index)
 
     scalars = starts, table.reshape(-1), rows.low, rows.high, rows.window[None]
+    arrays, specs = [rows.last[..., None]], [block(M, 1)]
     if n_rows == positions.size:  # one token, whose position is a scalar
         scalars, arrays, specs = (*scalars, positions.reshape(-1)), [], []
-    else:
-        arrays, specs = [rows.last[..., None]], [block(M, 1)]
     pool = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = pltpu.VMEM((n_groups, n, K, page_len, H), k_pages.dtype)
     out = pl.pallas_call(
         functools.partial(
             _kernel, n_columns=table.shape[1], n_pieces=n_rows // len(table), spec=spec
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(n_cores, n_steps),
+            grid=(n_cores, jnp.max(starts[1:] - starts[:-1]) if n_cores > 1 else n_rows),
             in_specs=[*specs, block(K, M, H), pool, pool],
             out_specs=block(K, M, H),
             scratch_shapes=[
-                buffer,
-                buffer,
+                *(pltpu.VMEM((n_groups, n, *k_pages.shape[1:]), k_pages.dtype) for _ in range(2)),
                 pltpu.SemaphoreType.DMA((n_groups,)),
                 pltpu.SMEM((3,), jnp.int32),
-                pltpu.VMEM((K, M, 1), jnp.float32),
-                pltpu.VMEM((K, M, 1), jnp.float32),
-                pltpu.VMEM((K, M, H), jnp.float32),
+                *(pltpu.VMEM((K, M, width), jnp.float32) for width in (1, 1, H)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((n_rows, K, M, H), q.dtype),
@@ -142,6 +130,22 @@ def _local_attention(
         interpret=interpret,
     )(*scalars, *arrays, rows.q, k_pages, v_pages)
     return join_rows(out, q.shape)
+
+
+def _query_bytes(k_pages: jax.Array) -> int:
+    """VMEM for a query of all kv heads: itself and its output, both twice, and its softmax."""
+    _, K, _, H = k_pages.shape
+    return K * (2 * 2 * H * k_pages.dtype.itemsize + 4 * (H + 2 * LANES))
+
+
+def _buffer_sizes(k_pages: jax.Array, M: int, n_columns: int) -> tuple[int, int]:
+    """(groups in VMEM, pages of a group) for rows of M queries."""
+    _, K, page_len, H = k_pages.shape
+    page_bytes = K * page_len * H * k_pages.dtype.itemsize
+    n_keys = min(MAX_KEYS, MAX_SCORES // M)
+    n = max(min(n_keys // page_len, GROUP_BYTES // page_bytes, n_columns), 1)
+    free = min(BUFFER_BYTES, SHARED_BYTES - M * _query_bytes(k_pages))
+    return max(min(free // (2 * n * page_bytes), MAX_GROUPS), 2), n
 
 
 def _divide_rows(work: Int[Array, "R"], n: int) -> Int[Array, "n1"]:
@@ -187,7 +191,7 @@ class _Copies:
         return self.buffers[0].shape[1]
 
     def start_next(self, slot) -> None:
-        """Starts the copies of the next group to a buffer, unless all rows of the core have been."""
+        """Starts the copies of the next group, if there is one, to the buffer `slot`."""
         row, first, n = self.place[1], self.place[2], self.n_pages
 
         @pl.when(row < self.end)
