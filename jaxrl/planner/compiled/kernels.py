@@ -106,7 +106,10 @@ def paged_work(
     """
     if not PAGED.search(op_name):
         return None
-    q, pools = operands[4], operands[6:]  # of keys and values, and of their scales
+    # After the scalars, and before or after the positions of prefill: queries, then the pools of
+    # keys and values, and of their scales.
+    first, second = [i for i, operand in enumerate(operands) if len(operand.dims) == 4][:2]
+    q, pools = operands[first], operands[second:]
     rows, K, M, H = q.dims
     n_pages, _, page_len, _ = pools[0].dims
     keys += page_len / 2  # of the last page
