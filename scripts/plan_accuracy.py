@@ -3,9 +3,9 @@
     python scripts/plan_accuracy.py [NAME ...]    (default: all; minutes each)
 
 Writes tests/planner/published/NAME.json: the numbers of one call of each program on a device, as in
-`python -m jaxrl.plan --json`, without calibrated times, which tests compute from them. It needs the
-TPU and CUDA compilers (jaxrl/planner/topology.py). Programs with layers in a list are compiled with
-2 and 4 layers and extrapolated.
+`python -m jaxrl.plan --json`, without calibrated times, which tests compute from them. Prints the
+rows of the page. It needs the TPU and CUDA compilers (jaxrl/planner/topology.py). Programs with
+layers in a list are compiled with 2 and 4 layers and extrapolated.
 """
 
 import dataclasses
@@ -24,6 +24,8 @@ from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.calibration import calibrated_seconds, factors_of
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.compilation import compile_programs
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import program_numbers
@@ -46,6 +48,17 @@ CASES = {  # config in configs/bench -> topology, programs
     "maxtext_32b_v5p": ("v5p:4x4x4", TRAINING),
     "decode_8b_h200": ("h200:1", ("decode",)),
     "decode_70b_v6e": ("v6e:2x4", ("decode",)),
+}
+PUBLISHED = {  # seconds of a training step, or of a decode step
+    "llama2_7b_8h100": 0.721,
+    "llama2_7b_a3": 7.55e14 / 492e12,
+    "llama2_7b_2a3": 7.55e14 / 422e12,
+    "llama31_8b_v6e": 3.443,
+    "mistral_7b_v6e": 6.320,
+    "maxtext_16b_v5e": 1.236e15 / 120e12,
+    "maxtext_32b_v5p": 2.391e15 / 328e12,
+    "decode_8b_h200": 0.8334 / 128,
+    "decode_70b_v6e": 0.0254,
 }
 COMPILED = (2, 4)  # layers of models that have them in a list
 
@@ -94,6 +107,35 @@ def extrapolated(few: Any, more: Any, times: float) -> Any:
     return few + times * (more - few)
 
 
+def stored(name: str) -> dict[str, Any]:
+    """The stored numbers of a case: {program: numbers of one call}."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def seconds_of(name: str) -> float:
+    """Calibrated seconds of a case: of one call of each of its programs."""
+    factors = factors_of(CHIPS[CASES[name][0].partition(":")[0]])
+    assert factors is not None, "every case is for a chip with factors"
+    return sum(calibrated_seconds(program, one, factors) for program, one in stored(name).items())
+
+
+def page_row(name: str) -> str:
+    """The row of a case in the page: ideal, serial and calibrated time, published time, ratio."""
+    programs = stored(name).values()
+    ideal_s = sum(max(one["seconds"].values()) for one in programs)
+    serial_s = sum(
+        one["kernels_s"]
+        + one["seconds"]["host"]
+        + sum(moved["exposed_s"] for moved in one["collectives"].values())
+        for one in programs
+    )
+    calibrated_s, published_s = seconds_of(name), PUBLISHED[name]
+    times = (ideal_s, serial_s, calibrated_s, published_s)
+    unit, scale = ("ms", 1e3) if published_s < 0.1 else ("s", 1.0)
+    cells = [f"{scale * seconds:.3g} {unit}" for seconds in times]
+    return f"| `{name}` | {' | '.join(cells)} | {calibrated_s / published_s:.2f} |"
+
+
 def main() -> None:
     if "-h" in sys.argv or "--help" in sys.argv:
         print(f"{__doc__}\nnames: {', '.join(CASES)}")
@@ -101,7 +143,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or CASES:
         (FOLDER / f"{name}.json").write_text(json.dumps(work_of(name), indent=1) + "\n")
-        print(f"wrote {name}", flush=True)
+        print(page_row(name), flush=True)
 
 
 if __name__ == "__main__":
