@@ -24,7 +24,7 @@ from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.models.config import DecoderConfig
-from jaxrl.planner.calibration import calibrated_seconds, factors_of
+from jaxrl.planner.calibration import RATES, Factor, calibrated_seconds, factors_of
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.compilation import compile_programs
 from jaxrl.planner.model_shape import model_shape
@@ -134,6 +134,13 @@ def page_row(name: str) -> str:
     unit, scale = ("ms", 1e3) if published_s < 0.1 else ("s", 1.0)
     cells = [f"{scale * seconds:.3g} {unit}" for seconds in times]
     return f"| `{name}` | {' | '.join(cells)} | {calibrated_s / published_s:.2f} |"
+
+
+def factor_row(name: str, factor: Factor) -> str:
+    """The row of a factor in the page."""
+    is_share = name in RATES or name == "links"
+    shown = f"{factor.value:.2f}" if is_share else f"{1e6 * factor.value:g} us"
+    return f"| `{name}` | {shown} | {factor.status} | {factor.source} |"
 
 
 def main() -> None:
