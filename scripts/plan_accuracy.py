@@ -47,6 +47,7 @@ CASES = {  # config in configs/bench -> topology, programs
     "maxtext_16b_v5e": ("v5e:16x16", TRAINING),
     "maxtext_32b_v5p": ("v5p:4x4x4", TRAINING),
     "decode_8b_h200": ("h200:1", ("decode",)),
+    "decode_70b_4h200": ("h200:4", ("decode",)),
     "decode_70b_v6e": ("v6e:2x4", ("decode",)),
 }
 PUBLISHED = {  # seconds of a training step, or of a decode step
@@ -58,6 +59,7 @@ PUBLISHED = {  # seconds of a training step, or of a decode step
     "maxtext_16b_v5e": 1.236e15 / 120e12,
     "maxtext_32b_v5p": 2.391e15 / 328e12,
     "decode_8b_h200": 0.8334 / 128,
+    "decode_70b_4h200": 2.0775 / 128,
     "decode_70b_v6e": 0.0254,
 }
 COMPILED = (2, 4)  # layers of models that have them in a list
