@@ -41,7 +41,7 @@ def test_kernels_are_summed_by_what_bounds_them():
     )
     product, copy = Kernel({"f32": 3.0}, 1.0), Kernel({}, 2.0)
     attention, estimated = Kernel({"f32": 5.0}, 1.0, attention=True), Kernel({}, 1.0, 7.0)
-    found = kernel_times([product, Loop(10, [copy, attention]), estimated], chip)
+    found = kernel_times([product, Loop(10.0, [copy, attention]), estimated], chip)
     assert found == {"products": 3, "memory": 20, "attention": 50, "estimated": 7, "count": 22}
     # Without a clock the estimate is not used.
     assert kernel_times([estimated], dataclasses.replace(chip, clock_hz=0.0))["memory"] == 1
@@ -76,13 +76,14 @@ def test_every_factor_is_in_the_page(table):
         assert SCRIPT.factor_row(name, factor) in page
 
 
-@pytest.mark.parametrize("name", sorted(SCRIPT.PUBLISHED))
+@pytest.mark.parametrize("name", SCRIPT.CASES)
 def test_published_training_steps_are_within_a_quarter(name):
-    """Except those of which the page says why they are not."""
+    """Except one of two nodes; the page says why. Decode has only its row."""
     ratio = SCRIPT.seconds_of(name) / SCRIPT.PUBLISHED[name]
-    if name in SCRIPT.TRAINING_CASES:
+    if SCRIPT.CASES[name][1] == SCRIPT.TRAINING and name != "llama2_7b_2a3":
         assert 0.8 <= ratio <= 1.25
-    assert SCRIPT.page_row(name) in PAGE.read_text()
+    page = PAGE.read_text()
+    assert SCRIPT.page_row(name) in page and f"\n- `{name}`: " in page
 
 
 @pytest.mark.parametrize("file", sorted(BENCH.glob("*.py")), ids=lambda file: file.stem)
