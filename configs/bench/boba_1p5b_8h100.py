@@ -5,7 +5,7 @@
 
 Hardware: one node of 8 H100 SXM. FSDP 8; every GPU decodes 64 of the 512 sequences of a step.
 
-Published (github.com/RLinf/RLinf, docs/source-en/rst_source/resources/blog/compare_with_verl.rst):
+Published (blog/compare_with_verl.rst of the English documentation in github.com/RLinf/RLinf):
 512 sequences of at most 1,024 + 27,648 tokens, 14,255 on average (verl) and 13,975 (RLinf).
 Seconds of verl and RLinf: generation 260.9 and 266.1, logprobs before the update 17.5 and 17.8,
 training 66.5 and 61.1, a step 363.6 and 346.3. verl's step has the logprobs of a reference model.

@@ -6,7 +6,7 @@
 Hardware: 8 nodes of 8 H100 SXM. HSDP: 8 replicas, one per node, of 8 FSDP shards. The rollout has
 32 replicas of 2 GPUs with 64 of the 2,048 sequences each.
 
-Published (github.com/RLinf/RLinf, docs/source-en/rst_source/resources/blog/compare_with_verl.rst,
+Published (blog/compare_with_verl.rst of the English documentation in github.com/RLinf/RLinf,
 in a comment of the page's source, which does not name the GPU): verl on 8 nodes of 8 GPUs, 128
 prompts x 16 responses of at most 27,648 tokens, 10,426 on average, mini-batches of 32 prompts.
 Seconds: generation 325.1, reward 5.1, logprobs before the update 21.6, reference 20.7, update
