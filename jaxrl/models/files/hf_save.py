@@ -23,7 +23,9 @@ from jaxrl.models.files.hf_config import (
     folder_config,
     same_model,
 )
-from jaxrl.models.files.safetensors import TensorInfo, TensorShapes, map_tensor, write_tensors
+from jaxrl.models.files.quantized.scheme import without_scheme
+from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
+from jaxrl.models.files.safetensors import TensorShapes, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
 from jaxrl.models.files.weight_files import find_tensors, kept_tensors
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
@@ -144,12 +146,12 @@ def kept_parts(cfg: DecoderConfig, source: Path | None) -> list[Tensor]:
     return [stored_tensor(name, found[name]) for name in sorted(found, key=natural_sort_key)]
 
 
-def stored_tensor(name: str, info: TensorInfo, dtype: DTypeLike | None = None) -> Tensor:
+def stored_tensor(name: str, info: FileTensor, dtype: DTypeLike | None = None) -> Tensor:
     """A tensor of a file, cast to `dtype` when it is read."""
     target = np.dtype(info.dtype if dtype is None else dtype)
 
     def read() -> np.ndarray:
-        return np.asarray(map_tensor(info)).astype(target, copy=False)
+        return np.asarray(read_tensor(info)).astype(target, copy=False)
 
     return Tensor(name, target, info.shape, read)
 
@@ -291,7 +293,7 @@ def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
         raise ValueError(
             f"{source} contains a different model from the one to write; pass its own folder"
         )
-    source_config = read_object(config_path(source), ADVICE)
+    source_config = without_scheme(read_object(config_path(source), ADVICE))
     source_config.pop("dtype", None)  # transformers 5's name of torch_dtype
     ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config}
     if text := source_config.get("text_config"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxrl.data.digest import digest
 from jaxrl.json_text import read_object
 from jaxrl.models.files.atomic_folder import write_json
-from jaxrl.models.files.safetensors import TensorInfo
+from jaxrl.models.files.quantized.tensors import FileTensor
 from jaxrl.models.files.weight_files import OTHER_PARTS, kept_tensors
 
 RECORD = "kept_tensors.json"
@@ -30,7 +30,7 @@ def kept_record(folder: Path) -> dict[str, int | str]:
     return {"n_tensors": len(found), "digest": digest(parts)}
 
 
-def tensor_parts(name: str, info: TensorInfo) -> tuple[bytes, bytes]:
+def tensor_parts(name: str, info: FileTensor) -> tuple[bytes, bytes]:
     with info.path.open("rb") as file:
         file.seek(info.start)
         start = file.read(min(info.n_bytes, DIGEST_BYTES))

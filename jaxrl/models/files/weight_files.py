@@ -9,14 +9,17 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrl.json_text import read_object
-from jaxrl.models.files.safetensors import FLOATS, TensorInfo, map_tensor, read_header
+from jaxrl.models.files.quantized.pairing import pair_tensors
+from jaxrl.models.files.quantized.scheme import folder_scheme
+from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor, read_tensor
+from jaxrl.models.files.safetensors import FLOATS, TensorInfo, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_NAME = r"[\w.,=+-]+\.safetensors"
@@ -40,13 +43,13 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # of two tables at a time
 
 
-def find_tensors(folder: Path) -> dict[str, TensorInfo]:
+def find_tensors(folder: Path) -> dict[str, FileTensor]:
     """The language model's tensors in a folder's weight files, by name.
 
     Raises ValueError, with the names, for missing files or shards, for an index that differs from
     its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
     """
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, FileTensor] = {}
     for name, info in all_tensors(folder):
         if not is_parameter(name):
             continue
@@ -60,20 +63,34 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def kept_tensors(folder: Path) -> dict[str, TensorInfo]:
+def kept_tensors(folder: Path) -> dict[str, FileTensor]:
     """The tensors that exports keep unchanged and that are no parameters, by name.
 
     Raises ValueError as `find_tensors`.
     """
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, FileTensor] = {}
     for name, info in all_tensors(folder):
         if is_kept(name):
             add_once(tensors, name, info)
     return tensors
 
 
-def all_tensors(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
-    """All tensors in a folder's weight files, by their names in a text-only checkpoint."""
+def all_tensors(folder: Path) -> Iterable[tuple[str, FileTensor]]:
+    """All tensors in a folder's weight files, by their names in a text-only checkpoint.
+
+    Those of quantized matrices are joined (`pair_tensors`).
+    """
+    scheme = folder_scheme(folder)
+    if scheme is None:
+        return stored_tensors(folder)
+    stored: dict[str, TensorInfo] = {}
+    for name, info in stored_tensors(folder):
+        add_once(stored, name, info)
+    return pair_tensors(stored, scheme).items()
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors as the files have them."""
     headers = {file: read_header(file) for file in weight_files(folder)}
     if (index := folder / INDEX).exists():
         check_index(index, headers)
@@ -82,7 +99,7 @@ def all_tensors(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
             yield language_name(stored), info
 
 
-def add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+def add_once[T: FileTensor](tensors: dict[str, T], name: str, info: T) -> None:
     """Adds a tensor. Raises ValueError if there is one of this name."""
     if name in tensors:
         raise ValueError(
@@ -92,7 +109,7 @@ def add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> Non
     tensors[name] = info
 
 
-def separate_experts(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
+def separate_experts(name: str, info: FileTensor) -> dict[str, FileTensor]:
     """The matrices of each expert in a tensor of all experts; other tensors as they are.
 
     Such a tensor is `experts.gate_up_proj` [E, 2F, D], or `experts.down_proj` [E, D, F].
@@ -100,11 +117,16 @@ def separate_experts(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
     stem, _, last = name.rpartition(".")
     parts = FUSED_EXPERTS.get(last, ())
     fused = parts and stem.endswith(".experts") and len(info.shape) == 3
+    fused = fused and not (isinstance(info, QuantizedTensor) and info.format.transposed)
     if not fused or info.shape[1] % len(parts):
         return {name: info}
     shape = info.shape[1] // len(parts), info.shape[2]
     n_bytes = math.prod(shape) * info.dtype.itemsize
-    names = [f"{stem}.{expert}.{part}.weight" for expert in range(info.shape[0]) for part in parts]
+    experts = range(info.shape[0])
+    names = [f"{stem}.{expert}.{part}.weight" for expert in experts for part in parts]
+    if isinstance(info, QuantizedTensor):
+        n = len(parts)
+        return {part: info.part(i // n, i % n, n) for i, part in enumerate(names)}
     return {
         part: TensorInfo(info.path, info.dtype, shape, info.start + i * n_bytes)
         for i, part in enumerate(names)
@@ -251,7 +273,7 @@ def _has_separate_head(folder: Path, *_: tuple[int, int, int]) -> bool:
         return False
     if HEAD not in tensors or EMBEDDING not in tensors:
         return False
-    head, embedding = map_tensor(tensors[HEAD]), map_tensor(tensors[EMBEDDING])
+    head, embedding = read_tensor(tensors[HEAD]), read_tensor(tensors[EMBEDDING])
     if have_equal_rows(head, embedding):
         return False
     warnings.warn(
