@@ -71,3 +71,29 @@ def test_a_plan_has_the_estimate_where_there_is_one():
     without = plan(serial_step_s=5.0, compiler_step_s=0.0)
     assert "compiler" not in as_text(without) and "compiler_step_s" not in without.json()
     assert "compiler_s" not in without.json()["phases"]["update"]
+
+
+def test_a_plan_prints_the_calibrated_time_of_a_step():
+    calibrated = plan(serial_step_s=5.0, compiler_step_s=9.0, calibrated_step_s=11.0)
+    assert as_text(calibrated).count("calibrated ") == 2  # a column of programs and one of phases
+    assert "by the compiler's estimate: 9.0 s; calibrated: 11.0 s" in as_text(calibrated)
+    found = calibrated.json()
+    assert found["calibrated_step_s"] == 11.0 and found["n_processes"] == 1
+    # 7 s by the estimate, 2 s of copies from host memory
+    assert found["programs"]["accumulate"]["calibrated_s"] == pytest.approx(9.0)
+
+
+def test_a_plan_says_if_it_needs_more_than_jax_reserves_of_a_gpu():
+    # 0.92 of 79.6 GiB are 73.2; 65 GiB of them 0.89. The budget is 0.85 of 79.6 GiB.
+    gpu = CHIPS["h100"]
+    for gib, warns in ((62, False), (65, True)):
+        phase = Phase(gib * 2**30, True, 1.0, 1.0, "flops", 1.0)
+        whole = dataclasses.replace(
+            plan(serial_step_s=5.0, compiler_step_s=0.0),
+            chip=gpu,
+            phases={"update": phase},
+            budget_bytes=int(0.85 * gpu.memory_bytes),
+        )
+        text = " ".join(as_text(whole).split())
+        warning = "73.23 GiB: the run needs rollout.memory_utilization of 0.89 or more"
+        assert (warning in text) == warns
