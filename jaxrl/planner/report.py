@@ -15,7 +15,6 @@ from jaxrl.planner.pipeline import PipelinePlan
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.program_numbers import program_numbers
 from jaxrl.planner.search import Candidate
-from jaxrl.runtime.start import GPU_MEMORY_SHARE
 
 WIDTH = 190
 SHORT = {
@@ -58,7 +57,7 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     elif plan.n_rollout_devices:
         head += f"; rollout on {plan.n_rollout_devices} more devices, with two copies of weights"
     head += f"; {plan.note}" if plan.note else ""
-    verdict = f"fits{_reserved_text(plan)}" if plan.fits else f"does not fit: {plan.misfit}"
+    verdict = "fits" if plan.fits else f"does not fit: {plan.misfit}"
     state = ", ".join(
         f"{name} {format_bytes(n)}"
         for name, n in plan.resident.items()
@@ -97,19 +96,6 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
             )
         )
     return Group(*parts)
-
-
-def _reserved_text(plan: Plan) -> str:
-    """A warning if a run on absent GPUs has too little memory, of which JAX reserves a share."""
-    peak = max(phase.live_bytes for phase in plan.phases.values())
-    reserved = GPU_MEMORY_SHARE * plan.chip.memory_bytes
-    if not plan.chip.l2_bytes or peak <= GPU_MEMORY_SHARE * plan.budget_bytes:
-        return ""
-    return (
-        f" the whole memory, but JAX reserves {GPU_MEMORY_SHARE:.0%} of a GPU, "
-        f"{format_bytes(reserved)}: the run needs rollout.memory_utilization of "
-        f"{peak / reserved:.2f} or more"
-    )
 
 
 def pipeline_text(pipeline: PipelinePlan) -> str:
