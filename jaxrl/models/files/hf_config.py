@@ -10,6 +10,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
     gemma2,
     gemma3,
+    glm4_moe,
     llama,
     mistral,
     mixtral,
@@ -37,6 +38,7 @@ FAMILIES = {
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
     "qwen3_next": qwen3_next,
+    "glm4_moe": glm4_moe,
     "mixtral": mixtral,
 }
 ADVICE = "use the model's own config.json"
