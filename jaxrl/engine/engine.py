@@ -325,42 +325,45 @@ class PagedEngine:
     def _advance(self, seqs: list[list[Sequence]], output: DecodeOutput) -> list[Generated]:
         """Gives the sampled tokens to the scheduler. Returns them by slot."""
         self._count(seqs, output)
-        bucket = len(output.tokens) // len(seqs)
-        return [
-            self._advance_one(r, seq, output, row=r * bucket + b)
-            for r, own in enumerate(seqs)
-            for b, seq in enumerate(own)
-        ]
+        bucket, generated = len(output.tokens) // len(seqs), []
+        n_new, stopped = output.n_new.tolist(), output.stopped.tolist()
+        for r, own in enumerate(seqs):
+            for row, seq in enumerate(own, r * bucket):
+                new = self._advance_one(r, seq, output, row, n_new[row], stopped[row])
+                generated.append(new)
+        return generated
 
     def _advance_one(
-        self, replica: int, seq: Sequence, output: DecodeOutput, *, row: int
+        self,
+        replica: int,
+        seq: Sequence,
+        output: DecodeOutput,
+        row: int,
+        n_new: int,
+        stopped: bool,
     ) -> Generated:
-        n_new, request = int((output.tokens[row] >= 0).sum()), seq.request
-        new, error = output.tokens[row, :n_new].copy(), ""
-        finish = "length" if n_new == seq.remaining else ""
-        if not request.ignore_stop and new[-1] in stop_ids(request, self.eos_ids):
-            finish = "stop"
-        if not finish:
+        """Thousands are made per dispatch: arrays are views of the output's."""
+        new, error = output.tokens[row, :n_new], ""
+        finish = "stop" if stopped else "length" if n_new == seq.remaining else ""
+        if seq.allowed is not None and not finish:
             try:
                 seq.follow_grammar(new.tolist())
             except GrammarError as failed:
                 finish, error = "error", str(failed)
         return Generated(
-            slot=self.scheduler.advance(replica, seq, new.tolist(), finish),
+            slot=self.scheduler.advance(replica, seq, new, finish),
             tokens=new,
-            logp=output.logp[row, :n_new].copy(),
-            behavior_logp=output.behavior_logp[row, :n_new].copy(),
+            logp=output.logp[row, :n_new],
+            behavior_logp=output.behavior_logp[row, :n_new],
             finish=finish,
-            support=self._support(output, row, n_new),
-            top=output.top_tokens(row, n_new) if request.top_logprobs else None,
+            support=self._support(output, row, n_new) if self.keep_support else None,
+            top=output.top_tokens(row, n_new) if seq.request.top_logprobs else None,
             error=error,
             version=self.scheduler.version,
         )
 
-    def _support(self, output: DecodeOutput, row: int, n_new: int) -> TokenSets | None:
+    def _support(self, output: DecodeOutput, row: int, n_new: int) -> TokenSets:
         """The tokens that the filters kept at the new tokens of a row."""
-        if not self.keep_support:
-            return None
         if output.support is None:
             return unrestricted(n_new)
         return from_bits(output.support[:n_new, row])

@@ -91,7 +91,7 @@ class ReplicaScheduler:
         limit_prefill = any(s.running for s in self.schedulers)
         return [s.plan(limit_prefill=limit_prefill) for s in self.schedulers]
 
-    def advance(self, replica: int, seq: Sequence, tokens: list[int], finish: str) -> int:
+    def advance(self, replica: int, seq: Sequence, tokens: np.ndarray, finish: str) -> int:
         """Appends the tokens that a dispatch sampled for a sequence. Returns its slot."""
         self.schedulers[replica].advance(seq, tokens, finish)
         key = (replica, seq.slot)

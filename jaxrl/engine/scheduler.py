@@ -3,6 +3,8 @@
 import bisect
 import collections
 import dataclasses
+import itertools
+import operator
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from jaxrl.engine.api import Prefix, Request
 from jaxrl.engine.pages import OutOfPages, PagePool
 from jaxrl.engine.prefill import CachedPrefix, PrefillPlanner, PrefillWork, page_copy
 from jaxrl.engine.states import ZERO, StateSlots
+
+_by_slot = operator.attrgetter("slot")
 
 
 class Sequence:
@@ -21,16 +25,19 @@ class Sequence:
     def __init__(self, slot: int, request: Request):
         self.slot, self.request = slot, request
         self.n_tokens = len(request.tokens)
-        self._buffer = np.empty(self.n_tokens + request.max_tokens, np.int32)
+        self.max_tokens = self.n_tokens + request.max_tokens  # prompt included
+        self._buffer = np.empty(self.max_tokens, np.int32)
         self._buffer[: self.n_tokens] = request.tokens
         self.pages: list[int] = []
         self.first: tuple[int, ...] = ()  # by window, index of the first page that it still sees
-        self.tables: dict[int, list[int]] = {}  # `PagePool.tables`, as of the last plan
+        # int32 [pages of max_len], `PagePool.tables` of the pages while it runs, then zeros
+        self.tables: dict[int, np.ndarray] = {}
         self.state = ZERO  # slot of its state while it runs; of models without one, always this
         self.mixed_versions = False  # its KV was computed by more than one policy version
         self.n_chunk_tokens = 0  # tokens prefilled in chunks while it was waiting
         grammar = request.adjustments and request.adjustments.grammar
         self._matcher = grammar.matcher() if grammar else None
+        self.packed = b""  # the columns of its request in a decode batch, once it was in one
         # uint32 [W], the tokens that the grammar allows next; None without a grammar
         self.allowed = self._matcher.allowed() if self._matcher else None
 
@@ -45,7 +52,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        return len(self._buffer) - self.n_tokens
+        return self.max_tokens - self.n_tokens
 
     @property
     def remaining_in_dispatch(self) -> int:
@@ -58,7 +65,7 @@ class Sequence:
             self._matcher.accept(tokens)
             self.allowed = self._matcher.allowed()
 
-    def append(self, tokens: list[int]) -> None:
+    def append(self, tokens: np.ndarray | list[int]) -> None:
         self._buffer[self.n_tokens : self.n_tokens + len(tokens)] = tokens
         self.n_tokens += len(tokens)
 
@@ -214,6 +221,7 @@ class Scheduler:
         if self.states is not None:
             seq.state = self._prefill.allocate_state(seq.pages, work)
             work.state_copies.append((prefix.state, seq.state))
+        self._write_tables(seq)
         self.running.append(seq)
         return seq.slot, work
 
@@ -224,8 +232,7 @@ class Scheduler:
         OutOfPages if prefixes of `prefill` hold so many pages that nothing can run.
         """
         n_steps = self._reserve()
-        running = sorted(self.running, key=lambda seq: seq.slot)
-        plan = DispatchPlan(n_steps, previously_running=running)
+        plan = DispatchPlan(n_steps, previously_running=sorted(self.running, key=_by_slot))
         if limit_prefill and self.pool.keep:
             plan.prefill.row_budget = self.rows_per_dispatch
         # If pages are so scarce that steps were reduced, a new sequence would soon be preempted.
@@ -235,9 +242,7 @@ class Scheduler:
                     break
         if self.waiting and not self.running and not plan.full:
             self._start_with_one_step(plan)
-        self.running.sort(key=lambda seq: seq.slot)
-        for seq in self.running:
-            seq.tables = self.pool.tables(seq.pages, seq.first)
+        self.running.sort(key=_by_slot)
         plan.decode = list(self.running)
         return plan
 
@@ -253,7 +258,7 @@ class Scheduler:
                 "request does not fit in the others; release some or raise config.rollout.n_pages"
             )
 
-    def advance(self, seq: Sequence, tokens: list[int], finish: str) -> None:
+    def advance(self, seq: Sequence, tokens: np.ndarray | list[int], finish: str) -> None:
         """Appends the tokens that a dispatch sampled for a running sequence."""
         seq.append(tokens)
         if finish:
@@ -307,25 +312,43 @@ class Scheduler:
         Pages that no window reaches any more are released before. Halves the steps down to one
         before it preempts the newest sequence.
         """
-        for seq in self.running:
-            seq.first = self.pool.slide(seq.pages, seq.first, len(seq.cached_tokens()))
+        if self.pool.windows:
+            for seq in self.running:
+                seq.first = self.pool.slide(seq.pages, seq.first, seq.n_tokens - 1)
+                self._write_tables(seq)
         n_steps = self.steps_per_dispatch
-        while (need := self._missing_pages(n_steps)) > self.pool.n_free:
+        while (need := sum(missing := self._missing_pages(n_steps))) > self.pool.n_free:
             if n_steps > 1:
                 n_steps //= 2
             else:
                 self._preempt(self.running[-1], n_missing=need)
                 n_steps = self.steps_per_dispatch
-        for seq in self.running:
-            n = self.pool.pages_for(seq.n_cached_after(n_steps)) - len(seq.pages)
-            seq.pages += self.pool.allocate(max(n, 0))
+        self._allocate(missing)
         return n_steps
 
-    def _missing_pages(self, n_steps: int) -> int:
-        pages_for = self.pool.pages_for
-        return sum(
-            max(pages_for(seq.n_cached_after(n_steps)) - len(seq.pages), 0) for seq in self.running
-        )
+    def _missing_pages(self, n_steps: int) -> list[int]:
+        """The pages that each running sequence needs for more steps."""
+        n_tokens = np.array([seq.n_tokens for seq in self.running], np.int64)
+        limits = np.array([seq.max_tokens for seq in self.running], np.int64)
+        n_pages = np.array([len(seq.pages) for seq in self.running], np.int64)
+        n_cached = np.minimum(n_tokens + n_steps, limits) - 1
+        return np.maximum(-(-n_cached // self.pool.page_len) - n_pages, 0).tolist()
+
+    def _allocate(self, n_pages: list[int]) -> None:
+        """Gives each running sequence more pages."""
+        pages = iter(self.pool.allocate(sum(n_pages)))
+        for seq, n in zip(self.running, n_pages, strict=True):
+            if n:
+                start = len(seq.pages)
+                seq.pages += itertools.islice(pages, n)
+                self._write_tables(seq, start)
+
+    def _write_tables(self, seq: Sequence, start: int = 0) -> None:
+        """Updates the page tables of a running sequence from the page with this index on."""
+        for window, pages in self.pool.tables(seq.pages, seq.first, start).items():
+            if window not in seq.tables:
+                seq.tables[window] = np.zeros(self.pool.pages_for(self.max_len), np.int32)
+            seq.tables[window][start : len(seq.pages)] = pages
 
     def _preempt(self, seq: Sequence, n_missing: int) -> None:
         if len(self.running) == 1:
@@ -355,6 +378,7 @@ class Scheduler:
         self._prefill.prefill(tokens, found, work, adapter)
         seq.pages, seq.first, seq.state = found.pages, found.first, found.state
         seq.mixed_versions, seq.n_chunk_tokens = False, 0
+        self._write_tables(seq)
         self.running.append(self.waiting.popleft())
         return True
 
@@ -386,4 +410,4 @@ class Scheduler:
         elif self.states is not None:
             self.states.free(seq.state)
         self.pool.release(seq.pages)
-        seq.pages, seq.first, seq.state = [], (), ZERO
+        seq.pages, seq.first, seq.state, seq.tables = [], (), ZERO, {}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -130,7 +130,7 @@ def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> Pr
             positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
     ids = [0 if row is None else row.adapter for row in rows]
     adapters = np.array(ids, np.int32) if shapes.adapters else None
-    tables = _page_tables(rows, shapes)
+    tables = _prefill_tables(rows, shapes)
     return PrefillBatch(tokens, positions, tables, adapters, _prefill_slots(rows, shapes))
 
 
@@ -142,42 +142,83 @@ def _prefill_slots(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> P
 
 
 def decode_batch(
-    rows: list[RunningSequence | None],
+    by_replica: list[list[RunningSequence]],
+    bucket: int,
     shapes: DispatchShapes,
     eos_ids: tuple[int, ...],
     *,
     adjusted: bool,
 ) -> DecodeBatch:
-    """The arrays of the next decode step of each sequence, None being padding.
+    """The arrays of the next decode step of each sequence, `bucket` rows per replica.
 
     They have adjustments if `adjusted`.
     """
-    column = functools.partial(_column, rows)
-    stops = np.full((len(rows), MAX_STOP_IDS), -1, np.int32)
-    for b, row in enumerate(rows):
-        if row is not None and not row.request.ignore_stop:
-            ids = stop_ids(row.request, eos_ids)
-            stops[b, : len(ids)] = ids
-    return DecodeBatch(
-        token=column(np.int32, 0, lambda seq: seq.last_token),
-        position=column(np.int32, -1, lambda seq: seq.n_tokens - 1),
-        remaining=column(np.int32, 0, lambda seq: seq.remaining_in_dispatch),
-        seed=column(np.uint32, 0, lambda seq: seq.request.seed & UINT32),
-        prompt_id=column(np.uint32, 0, lambda seq: seq.request.prompt_id & UINT32),
-        sample=column(np.uint32, 0, lambda seq: seq.request.sample),
-        stop_ids=stops,
-        page_tables=_page_tables(rows, shapes),
-        sampling=SamplingParams(
-            temperature=column(np.float32, 0, lambda seq: seq.request.sampling.temperature),
-            top_k=column(np.int32, 0, lambda seq: seq.request.sampling.top_k),
-            top_p=column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
-            min_p=column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
-        ),
-        history=_history(rows, shapes.history_len) if shapes.keep_history or adjusted else None,
-        adjustments=_adjustments(rows, shapes.n_vocab) if adjusted else None,
-        adapter=column(np.int32, 0, lambda seq: seq.request.adapter) if shapes.adapters else None,
-        slots=column(np.int32, 0, lambda seq: seq.state) if shapes.states else None,
+    seqs = [seq for own in by_replica for seq in own]
+    places = [r * bucket + b for r, own in enumerate(by_replica) for b in range(len(own))]
+    index, n_rows = np.array(places, np.int64), len(by_replica) * bucket
+
+    def column(dtype: type, pad: int, values: list[int]) -> np.ndarray:
+        whole = np.full(n_rows, pad, dtype)
+        whole[index] = values
+        return whole
+
+    requests = np.full(n_rows, PADDING)
+    requests[index] = np.frombuffer(
+        b"".join([seq.packed or _pack(seq, eos_ids) for seq in seqs]), REQUEST
     )
+    fixed = {name: np.ascontiguousarray(requests[name]) for name in requests.dtype.names or ()}
+    rows = pad_replicas(by_replica, bucket) if shapes.keep_history or adjusted else []
+    return DecodeBatch(
+        token=column(np.int32, 0, [seq.last_token for seq in seqs]),
+        position=column(np.int32, -1, [seq.n_tokens - 1 for seq in seqs]),
+        remaining=column(np.int32, 0, [seq.remaining_in_dispatch for seq in seqs]),
+        seed=fixed["seed"],
+        prompt_id=fixed["prompt_id"],
+        sample=fixed["sample"],
+        stop_ids=fixed["stop_ids"],
+        page_tables=_decode_tables(by_replica, bucket, shapes),
+        sampling=SamplingParams(
+            temperature=fixed["temperature"],
+            top_k=fixed["top_k"],
+            top_p=fixed["top_p"],
+            min_p=fixed["min_p"],
+        ),
+        history=_history(rows, shapes.history_len) if rows else None,
+        adjustments=_adjustments(rows, shapes.n_vocab) if adjusted else None,
+        adapter=fixed["adapter"] if shapes.adapters else None,
+        slots=column(np.int32, 0, [seq.state for seq in seqs]) if shapes.states else None,
+    )
+
+
+# The columns of a decode batch that a request has from its start to its end.
+REQUEST = np.dtype(
+    [
+        ("seed", np.uint32),
+        ("prompt_id", np.uint32),
+        ("sample", np.uint32),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("adapter", np.int32),
+        ("stop_ids", np.int32, MAX_STOP_IDS),
+    ]
+)
+PADDING = np.array((0, 0, 0, 0, 0, 1, 0, 0, -1), REQUEST)
+
+
+def _pack(seq: RunningSequence, eos_ids: tuple[int, ...]) -> bytes:
+    """The REQUEST of a sequence, which keeps it."""
+    request, sampling, row = seq.request, seq.request.sampling, PADDING.copy()
+    row["seed"], row["prompt_id"] = request.seed & UINT32, request.prompt_id & UINT32
+    row["sample"], row["adapter"] = request.sample, request.adapter
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        row[name] = getattr(sampling, name)
+    if not request.ignore_stop:
+        ids = stop_ids(request, eos_ids)
+        row["stop_ids"][: len(ids)] = ids
+    seq.packed = row.tobytes()
+    return seq.packed
 
 
 def _adjustments(rows: list[RunningSequence | None], n_vocab: int) -> Adjustments:
@@ -232,8 +273,20 @@ def _history(rows: list[RunningSequence | None], length: int) -> np.ndarray:
     return tokens
 
 
-def _page_tables(
-    rows: Sequence[PrefillChunk | RunningSequence | None], shapes: DispatchShapes
+def _decode_tables(
+    by_replica: list[list[RunningSequence]], bucket: int, shapes: DispatchShapes
+) -> dict[int, np.ndarray]:
+    shape = len(by_replica), bucket, shapes.max_pages_per_seq
+    tables = {window: np.zeros(shape, np.int32) for window in shapes.windows}
+    for window, table in tables.items():
+        for rows, own in zip(table, by_replica, strict=True):
+            if own:
+                np.stack([seq.tables[window] for seq in own], out=rows[: len(own)])
+    return {window: table.reshape(-1, shape[-1]) for window, table in tables.items()}
+
+
+def _prefill_tables(
+    rows: list[PrefillChunk | None], shapes: DispatchShapes
 ) -> dict[int, np.ndarray]:
     shape = len(rows), shapes.max_pages_per_seq
     tables = {window: np.zeros(shape, np.int32) for window in shapes.windows}

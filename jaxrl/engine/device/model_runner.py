@@ -40,6 +40,8 @@ class DecodeOutput:
     """Sampled tokens of one dispatch, on the host."""
 
     tokens: np.ndarray  # int32 [B, n], without gaps, then -1
+    n_new: np.ndarray  # int64 [B], tokens of each row
+    stopped: np.ndarray  # bool [B], whether the last one is a stop token
     logp: np.ndarray  # float32 [B, n]
     behavior_logp: np.ndarray  # float32 [B, n]
     support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
@@ -50,7 +52,7 @@ class DecodeOutput:
 
     @property
     def n_tokens(self) -> int:
-        return int((self.tokens >= 0).sum())
+        return int(self.n_new.sum())
 
     def top_tokens(self, row: int, n: int) -> TopTokens | None:
         """The most likely tokens at the first `n` positions of a row."""
@@ -145,7 +147,7 @@ class ModelRunner:
             self.cache, out = programs.mixed(
                 params, self.allocated_cache(), prefilled, batch, **self._static["mixed"]
             )
-            return read_decode_output(out, seqs)
+            return read_decode_output(out, batch, seqs)
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
@@ -193,7 +195,7 @@ class ModelRunner:
                 np.int32(exit_at),
                 **self._static["decode"],
             )
-            return read_decode_output(out, seqs, speculative=self.speculation is not None)
+            return read_decode_output(out, batch, seqs, speculative=self.speculation is not None)
 
     def declared(self, *, adjustable: bool) -> list[Dispatch]:
         """Every program of the declared shapes; `adjustable` adds those with adjustments."""
@@ -261,8 +263,7 @@ class ModelRunner:
     def decode_batch(
         self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False
     ) -> DecodeBatch:
-        rows = pad_replicas(seqs, bucket)
-        return decode_batch(rows, self.shapes, self._eos_ids, adjusted=adjusted)
+        return decode_batch(seqs, bucket, self.shapes, self._eos_ids, adjusted=adjusted)
 
     def _prefill_batch(self, rows: list[list[PrefillChunk]], bucket: int) -> PrefillBatch:
         return prefill_batch(pad_replicas(rows, bucket), self.shapes)
@@ -282,7 +283,11 @@ class ModelRunner:
 
 
 def read_decode_output(
-    output: DispatchOutput, seqs: list[list[Sequence]], *, speculative: bool = False
+    output: DispatchOutput,
+    batch: DecodeBatch,
+    seqs: list[list[Sequence]],
+    *,
+    speculative: bool = False,
 ) -> DecodeOutput:
     """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
 
@@ -298,19 +303,27 @@ def read_decode_output(
         top = np.asarray(top) if any(request.top_logprobs for request in requests) else None
     if not speculative:
         n_steps = int((out[0] >= 0).any(axis=0).sum())
-        return DecodeOutput(*_columns(out[..., :n_steps]), support, top, n_steps)
+        return decode_output(out[..., :n_steps], batch.stop_ids, support, top, n_steps)
     columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
-    n_accepted_tokens = int((columns[0] >= 0).sum() - n_passes.sum())
-    return DecodeOutput(
-        *_columns(columns),
-        support,
-        top,
-        int(n_passes.max()),
-        int(n_draft_tokens.sum()),
-        n_accepted_tokens,
+    found = decode_output(columns, batch.stop_ids, support, top, int(n_passes.max()))
+    return dataclasses.replace(
+        found,
+        n_draft_tokens=int(n_draft_tokens.sum()),
+        n_accepted_tokens=found.n_tokens - int(n_passes.sum()),
     )
 
 
-def _columns(out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    tokens, *bits = out
-    return tokens, *(column.view(np.float32) for column in bits)
+def decode_output(
+    columns: np.ndarray,
+    stop_ids: np.ndarray,
+    support: np.ndarray | None,
+    top: np.ndarray | None,
+    n_steps: int,
+) -> DecodeOutput:
+    """The output with these `Sample.columns` [3, B, n] of rows with stop ids [B, n_stop]."""
+    tokens, *bits = columns
+    n_new = np.sum(tokens >= 0, axis=1)
+    last = np.take_along_axis(tokens, np.maximum(n_new - 1, 0)[:, None], axis=1)
+    stopped = np.any((last == stop_ids) & (last >= 0), axis=1)
+    logp, behavior_logp = (column.view(np.float32) for column in bits)
+    return DecodeOutput(tokens, n_new, stopped, logp, behavior_logp, support, top, n_steps)
