@@ -215,15 +215,15 @@ def test_decode_copies_neither_weights_nor_pool(llama):
     cfg, params = llama
     engine = make_engine(resized(cfg, V=4096, F=2048), n_pages=256)
     params = make_params(engine.cfg)
-    compiled = programs.decode.lower(
+    decode = programs.engine_program(
+        "decode", rules=engine.pool.rules, implementation=None, max_steps=8
+    )
+    compiled = decode.lower(
         params,
         engine.runner.allocated_cache(),
         engine.runner.decode_batch([[]], 8),
         np.int32(8),
         np.int32(0),
-        rules=engine.pool.rules,
-        implementation=None,
-        max_steps=8,
     ).compile()
     memory = compiled.memory_analysis()
     pool_bytes = engine.pool.bytes_per_device.of_pages(256)
@@ -356,7 +356,7 @@ def test_a_failed_dispatch_leaves_an_engine_that_works(llama, monkeypatch):
     engine = make_engine(cfg)
     want = run(engine, params, make_requests(2))
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "decode", lambda *_, **__: 1 / 0)
+        patch.setitem(engine.runner._programs, "decode", lambda *_: 1 / 0)
         engine.submit(make_requests(1)[0])
         with pytest.raises(ZeroDivisionError):
             engine.generate(params)

@@ -20,6 +20,7 @@ from jaxrl.engine.device.speculative import SpeculationConfig
 from jaxrl.engine.prefill import PageCopy, PrefillChunk, StateCopy
 from jaxrl.engine.scheduler import Sequence
 from jaxrl.models.kv_cache import KVCache
+from jaxrl.runtime.flat_program import Flattened, FlatTree, flatten, unflatten
 from jaxrl.types import Tree
 from sharding import on_mesh
 
@@ -94,7 +95,7 @@ class ModelRunner:
         model = {"rules": pool.rules, "implementation": implementation}
         samples = model | {"keep_support": keep_support}
         decodes = {"max_steps": rollout.steps_per_dispatch, "speculation": self.speculation}
-        self._static: dict[str, dict[str, Any]] = {  # arguments of the programs
+        static: dict[str, dict[str, Any]] = {  # arguments of the programs
             "prefill": model,
             "mixed": samples,
             "copy_pages": {
@@ -105,27 +106,35 @@ class ModelRunner:
             "copy_states": {"rules": pool.rules, "stacked": pool.cfg.stacked},
             "decode": samples | decodes,
         }
-        self.cache: KVCache | None = None
+        self._programs = {
+            kind: programs.engine_program(kind, **values) for kind, values in static.items()
+        }
+        self._cache: FlatTree | None = None
+        self._flat = Flattened()  # of the parameters, which every call gets again
         self.device_s = 0.0  # wall time of program calls
         self._eos_ids = eos_ids
         self._n_pages, self._on_failure = n_pages, on_failure
 
-    def allocated_cache(self) -> KVCache:
+    @property
+    def cache(self) -> KVCache | None:
+        return unflatten(self._cache)
+
+    def allocated_cache(self) -> FlatTree:
         """The cache, allocated if there is none."""
-        if self.cache is None:
-            self.cache = self.pool.allocate(self._n_pages())
-        return self.cache
+        if self._cache is None:
+            self._cache = flatten(self.pool.allocate(self._n_pages()))
+        return self._cache
 
     def release(self) -> None:
         """Frees the memory of the cache."""
-        self.cache = None
+        self._cache = None
 
     def prefill(self, params: Tree, rows: list[list[PrefillChunk]], bucket: int) -> None:
         """Computes the KV of up to `bucket` prefill rows of each replica."""
         prefilled = self._prefill_batch(rows, bucket)
         with self._call():
             cache = self.allocated_cache()
-            self.cache = programs.prefill(params, cache, prefilled, **self._static["prefill"])
+            self._cache = self._programs["prefill"](self._flat(params), cache, prefilled)
 
     def mixed(
         self,
@@ -144,8 +153,8 @@ class ModelRunner:
         prefilled = self._prefill_batch(rows, bucket)
         batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
         with self._call():
-            self.cache, out = programs.mixed(
-                params, self.allocated_cache(), prefilled, batch, **self._static["mixed"]
+            self._cache, out = self._programs["mixed"](
+                self._flat(params), self.allocated_cache(), prefilled, batch
             )
             return read_decode_output(out, batch, seqs)
 
@@ -168,8 +177,7 @@ class ModelRunner:
 
     def _copy(self, kind: str, sources: Tree, targets: Tree) -> None:
         with self._call():
-            cache = self.allocated_cache()
-            self.cache = getattr(programs, kind)(cache, sources, targets, **self._static[kind])
+            self._cache = self._programs[kind](self.allocated_cache(), sources, targets)
 
     def decode(
         self,
@@ -187,13 +195,12 @@ class ModelRunner:
         """
         batch = self.decode_batch(seqs, bucket, adjusted=adjusted)
         with self._call():
-            self.cache, out = programs.decode(
-                params,
+            self._cache, out = self._programs["decode"](
+                self._flat(params),
                 self.allocated_cache(),
                 batch,
                 np.int32(n_steps),
                 np.int32(exit_at),
-                **self._static["decode"],
             )
             return read_decode_output(out, batch, seqs, speculative=self.speculation is not None)
 
@@ -238,8 +245,7 @@ class ModelRunner:
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
         state = (cache,) if program.kind in COPIES else (params, cache)
-        jitted = getattr(programs, program.kind)
-        return jitted.lower(*state, *self._padding(program), **self._static[program.kind])
+        return self._programs[program.kind].lower(*state, *self._padding(program))
 
     def _padding(self, program: Dispatch) -> tuple[Any, ...]:
         """The inputs of a program without rows."""

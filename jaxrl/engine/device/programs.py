@@ -1,6 +1,6 @@
 """The compiled programs: prefill, prefill mixed with a decode step, page copies, decode.
 
-The KV cache is donated to each program, which updates it in place and returns it.
+The KV cache is donated to each program, which updates it in place and returns it, as a `FlatTree`.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.kv_cache import JoinedPools, KVCache, of_window
 from jaxrl.models.paged import PageTables, PrefillSlots, forward_mixed, forward_paged
+from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -28,9 +29,21 @@ from sharding import Rules
 # weights are arguments, every decode step would copy those of q, k, v and of gate and up into one
 # array, which moves them three times instead of once. Other platforms ignore the option.
 COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0, **ROUND_AS_WRITTEN}
-engine_program = functools.partial(
-    jax.jit, compiler_options=COMPILER_OPTIONS, donate_argnames="cache"
-)
+
+
+@functools.cache
+def engine_program(kind: str, **static: Any) -> FlatProgram:
+    """The program of a function of this file, with values for its keyword arguments.
+
+    Engines of the same shapes share it.
+    """
+    functions = (prefill, mixed, copy_pages, copy_states, decode)
+    function = next(f for f in functions if f.__name__ == kind)
+    return FlatProgram(
+        functools.partial(function, **static),
+        compiler_options=COMPILER_OPTIONS,
+        donate_argnums=0 if function in (copy_pages, copy_states) else 1,
+    )
 
 
 @struct.dataclass
@@ -80,7 +93,6 @@ def _cache_axis(params: Decoder, cache: KVCache) -> int:
     return int(params.cfg.stacked and cache.joined is None)
 
 
-@functools.partial(engine_program, static_argnames=("rules", "implementation"))
 @jax.named_scope("rollout")
 def prefill(
     params: Decoder,
@@ -89,7 +101,7 @@ def prefill(
     *,
     rules: Rules,
     implementation: str | None,
-) -> KVCache:
+) -> FlatTree:
     """Writes the KV of the batch. Every layer writes that of all rows before any row attends."""
 
     def prefill_one(params: Decoder, cache: KVCache, batch: PrefillBatch) -> KVCache:
@@ -107,10 +119,9 @@ def prefill(
         return cache
 
     run = per_replica(prefill_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1)
-    return run(params, cache, batch)
+    return flatten(run(params, cache, batch))
 
 
-@functools.partial(engine_program, static_argnames=("rules", "implementation", "keep_support"))
 @jax.named_scope("rollout")
 def mixed(
     params: Decoder,
@@ -121,7 +132,7 @@ def mixed(
     rules: Rules,
     implementation: str | None,
     keep_support: bool = False,
-) -> tuple[KVCache, DispatchOutput]:
+) -> tuple[FlatTree, DispatchOutput]:
     """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
 
     def mixed_one(params: Decoder, cache: KVCache, prefilled: PrefillBatch, batch: DecodeBatch):
@@ -161,10 +172,9 @@ def mixed(
         mixed_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=2, returns_output=True
     )
     cache, out = run(params, cache, prefilled, batch)
-    return cache, jax.reshard(out, jax.P())
+    return flatten(cache), jax.reshard(out, jax.P())
 
 
-@functools.partial(engine_program, static_argnames=("rules", "stacked", "windows"))
 @jax.named_scope("rollout")
 def copy_pages(
     cache: KVCache,
@@ -174,7 +184,7 @@ def copy_pages(
     rules: Rules,
     stacked: bool,
     windows: tuple[int, ...],
-) -> KVCache:
+) -> FlatTree:
     """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding.
 
     The pages are by window, as `PageTables`; `windows` has that of each layer.
@@ -208,7 +218,7 @@ def copy_pages(
         return dataclasses.replace(pages, states=cache.states)
 
     run = per_replica(copy_one, rules, cache_axis=len(lead), n_inputs=2)
-    return run(None, cache, sources, targets)
+    return flatten(run(None, cache, sources, targets))
 
 
 def _in_joined(ids: dict[int, Int[Array, "n"]], joined: JoinedPools) -> Int[Array, "m"]:
@@ -221,7 +231,6 @@ def _in_joined(ids: dict[int, Int[Array, "n"]], joined: JoinedPools) -> Int[Arra
     return jnp.concatenate(rows)
 
 
-@functools.partial(engine_program, static_argnames=("rules", "stacked"))
 @jax.named_scope("rollout")
 def copy_states(
     cache: KVCache,
@@ -230,7 +239,7 @@ def copy_states(
     *,
     rules: Rules,
     stacked: bool,
-) -> KVCache:
+) -> FlatTree:
     """Slot targets[i] <- slot sources[i] in every layer with a state, one i after the other."""
     axis = int(stacked)
 
@@ -245,13 +254,9 @@ def copy_states(
         return dataclasses.replace(cache, states=jax.tree.map(copy, cache.states))
 
     run = per_replica(copy_one, rules, cache_axis=axis, n_inputs=2)
-    return run(None, cache, sources, targets)
+    return flatten(run(None, cache, sources, targets))
 
 
-@functools.partial(
-    engine_program,
-    static_argnames=("rules", "implementation", "max_steps", "speculation", "keep_support"),
-)
 @jax.named_scope("rollout")
 def decode(
     params: Decoder,
@@ -265,7 +270,7 @@ def decode(
     max_steps: int,
     speculation: SpeculationConfig | None = None,
     keep_support: bool = False,
-) -> tuple[KVCache, DispatchOutput]:
+) -> tuple[FlatTree, DispatchOutput]:
     """Up to `n_steps` decode steps, until every replica runs `exit_at` sequences or fewer.
 
     Returns the cache and the output of `decode_steps`, or of `speculative_steps` if `speculation`
@@ -292,4 +297,4 @@ def decode(
         decode_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1, returns_output=True
     )
     cache, out = run(params, cache, batch)
-    return cache, jax.reshard(out, jax.P())
+    return flatten(cache), jax.reshard(out, jax.P())
