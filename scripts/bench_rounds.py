@@ -12,6 +12,7 @@ part; `--tail` has responses of exponentially distributed lengths in place of eq
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 from typing import Any
@@ -33,28 +34,58 @@ def main() -> None:
 
 
 class SimulatedDevice:
-    """Replaces the programs of a model runner: every decode dispatch takes `round_s`."""
+    """Replaces the programs of a model runner: every decode dispatch takes `round_s`.
+
+    Its clock has the CPU time of the host's thread, and the waits for the device, which take none:
+    other processes of the machine do not matter.
+    """
 
     def __init__(self, runner: Any, round_s: float):
         self.round_s, self.idle_s = round_s, 0.0
-        self._runner, self._decode_batch = runner, runner.decode_batch
-        self._ready_at = 0.0  # the end of the last dispatch
-        runner.decode = self.decode
+        self._runner, self._ends_at, self._waited_s = runner, 0.0, 0.0
+        runner.decode, runner.decode_next, runner.read = self.decode, self.decode_next, self.read
         runner.prefill = lambda params, rows, bucket: None
         runner.copy_pages = lambda copies: None
 
+    def now(self) -> float:
+        return time.thread_time() + self._waited_s
+
     def decode(self, params, seqs, bucket, *, n_steps, exit_at, adjusted=False):
+        batch = self._runner.decode_batch(seqs, bucket, adjusted=adjusted)
+        return self._run(seqs, batch, n_steps, exit_at)
+
+    def decode_next(self, params, last):
+        from jaxrl.engine.device.batches import decode_tables
+
+        bucket = len(last.batch.token)
+        tables = decode_tables(last.seqs, bucket, self._runner.shapes)
+        batch = dataclasses.replace(last.batch.with_state(last.state), page_tables=tables)
+        return self._run(last.seqs, batch, last.n_steps, last.exit_at)
+
+    def _run(self, seqs, batch, n_steps, exit_at):
+        from jaxrl.engine.device.decode_loop import DecodeState
+        from jaxrl.engine.device.model_runner import DecodeRound
+
+        now = self.now()
+        self.idle_s += max(now - self._ends_at, 0)
+        runs = np.sum(batch.position >= 0) > exit_at
+        self._ends_at = max(now, self._ends_at) + runs * self.round_s
+        tokens = np.full((len(batch.token), n_steps), 7, np.int32)
+        left = np.where(batch.position < 0, 0, batch.remaining)
+        tokens[np.arange(n_steps) >= left[:, None]] = -1
+        position = np.where(left > n_steps, batch.position + n_steps, -1)
+        state = DecodeState(batch.token, position, batch.remaining - n_steps)
+        output: Any = tokens, self._ends_at
+        return DecodeRound(seqs, batch, output, n_steps, exit_at, state)
+
+    def read(self, dispatched):
         from jaxrl.engine.device.model_runner import decode_output
 
-        batch = self._decode_batch(seqs, bucket, adjusted=adjusted)
-        tokens = np.full((bucket, n_steps), 7, np.int32)
-        tokens[np.arange(n_steps) >= batch.remaining[:, None]] = -1
+        tokens, ends_at = dispatched.output
+        self._waited_s += max(ends_at - self.now(), 0)
         columns = np.stack([tokens, np.zeros_like(tokens), np.zeros_like(tokens)])
-        now = time.perf_counter()
-        self.idle_s += max(now - self._ready_at, 0)
-        self._ready_at = max(now, self._ready_at) + self.round_s
-        time.sleep(max(self._ready_at - time.perf_counter(), 0))
-        return decode_output(columns, batch.stop_ids, None, None, n_steps)
+        stop_ids = dispatched.batch.stop_ids
+        return decode_output(columns, stop_ids, None, None, tokens.shape[1])
 
 
 def make_engine(args: argparse.Namespace) -> Any:
@@ -94,12 +125,12 @@ def bench(engine: Any, device: SimulatedDevice, args: argparse.Namespace) -> Non
     loop = RolloutLoop(SingleTurnRunner(engine, request, lambda tokens: ""), n=args.sequences)
     loop.resume(0, [group])
     loop.dispatch(None)  # starts all sequences
-    device.idle_s, start, host_us = 0.0, time.perf_counter(), []
+    device.idle_s, start, host_us = 0.0, device.now(), []
     while loop.n_unfinished and len(host_us) < args.rounds:
         n, cpu = loop.n_unfinished, time.thread_time()
         loop.dispatch(None)
         host_us.append(1e6 * (time.thread_time() - cpu) / n)
-    wall_s = time.perf_counter() - start
+    wall_s = device.now() - start
     print(
         f"{args.sequences} sequences  {len(host_us)} rounds  host {statistics.median(host_us):.2f} "
         f"us per sequence and round  idle {100 * device.idle_s / wall_s:.2f} %"

@@ -21,7 +21,13 @@ from jaxrl.engine.device.batches import (
     stop_ids,
 )
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
-from jaxrl.engine.device.model_runner import COPIES_PER_CALL, DecodeOutput, Dispatch, ModelRunner
+from jaxrl.engine.device.model_runner import (
+    COPIES_PER_CALL,
+    DecodeOutput,
+    DecodeRound,
+    Dispatch,
+    ModelRunner,
+)
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.prefill import PrefillChunk, PrefillWork
 from jaxrl.engine.replicas import ReplicaScheduler
@@ -93,9 +99,15 @@ class PagedEngine:
         self._scheduler: ReplicaScheduler | None = None
         self._n_pages = 0  # of each replica; 0 until the first allocation
         self._pending: set[Dispatch] = set()  # programs that dispatches must not use yet
+        self._ahead: DecodeRound | None = None  # dispatched, not read
+        self._generated: list[Generated] = []  # read, not returned
         self._stats = EngineStats()
 
     def set_version(self, version: int) -> None:
+        if version != self.scheduler.version and self._ahead is not None:
+            if self.pool.n_slots:  # states are ahead of the tokens, and cannot go back
+                self._generated += self._read(self._ahead)
+            self._ahead = None  # KV is written again
         self.scheduler.set_version(version)
 
     def prefill(self, params: Tree, tokens: np.ndarray, adapter: int = 0) -> Prefix:
@@ -122,29 +134,37 @@ class PagedEngine:
         return self.scheduler.submit(request)
 
     def generate(self, params: Tree) -> list[Generated]:
+        """One round. The next one is dispatched before it is read, where that changes no result."""
+        if self._generated:
+            generated, self._generated = self._generated, []
+            return generated
         start, device_s = time.perf_counter(), self.runner.device_s
-        plans = self.scheduler.plan()
-        if any(plan.full for plan in plans):
-            seqs = [plan.previously_running for plan in plans]
-            output = self._mixed(params, plans)
-        else:
-            seqs = [plan.decode for plan in plans]
-            self._prefill(params, [plan.prefill for plan in plans])
-            if not any(seqs):
-                return []
-            n_steps = min(plan.n_steps for plan in plans if plan.decode)
-            output = self._decode(params, seqs, n_steps)
-        generated = self._advance(seqs, output)
+        current, self._ahead = self._ahead or self._dispatch(params), None
+        if current is None:
+            return []
+        try:
+            ahead = self._dispatch_next(params, current)
+            generated = self._read(current)
+        except BaseException:
+            self.release()  # the device may be ahead of the scheduler
+            raise
+        if ahead is not None and _n_running(ahead.seqs) > ahead.exit_at:
+            self._ahead = ahead
         device_s = self.runner.device_s - device_s
         self._stats.host_s += time.perf_counter() - start - device_s
         return generated
 
     def free(self, slot: int) -> None:
-        self.scheduler.free(slot)
+        read = [one for one in self._generated if one.slot == slot]
+        self._generated = [one for one in self._generated if one.slot != slot]
+        if not any(one.finish for one in read):
+            self.scheduler.free(slot)
+        if self._ahead is not None and not _n_running(self._ahead.seqs):
+            self._ahead = None
 
     @property
     def n_unfinished(self) -> int:
-        return self.scheduler.n_unfinished
+        return self.scheduler.n_unfinished + sum(bool(one.finish) for one in self._generated)
 
     def take_stats(self) -> EngineStats:
         stats = dataclasses.replace(
@@ -237,7 +257,8 @@ class PagedEngine:
     def release(self) -> None:
         """Ends all slots and prefixes and frees the KV cache; the next call allocates it again."""
         self.runner.release()
-        self._scheduler = None
+        self._scheduler = self._ahead = None
+        self._generated = []
 
     @property
     def scheduler(self) -> ReplicaScheduler:
@@ -268,6 +289,33 @@ class PagedEngine:
 
     # Dispatches
 
+    def _dispatch(self, params: Tree) -> DecodeRound | None:
+        """Dispatches the next plan; None if no sequence decodes."""
+        plans = self.scheduler.plan()
+        if any(plan.full for plan in plans):
+            return self._mixed(params, plans)
+        seqs = [plan.decode for plan in plans]
+        self._prefill(params, [plan.prefill for plan in plans])
+        if not any(seqs):
+            return None
+        return self._decode(params, seqs, min(plan.n_steps for plan in plans if plan.decode))
+
+    def _dispatch_next(self, params: Tree, last: DecodeRound) -> DecodeRound | None:
+        """Dispatches the round after one that was not read yet; None if that must be read first.
+
+        The host must see tokens before it knows a grammar's next tokens, a stop string, or that
+        waiting sequences start. Supports take too much memory for two rounds.
+        """
+        most = self.rollout.steps_per_dispatch * (1 + self.rollout.spec_tokens)
+        if last.state is None or last.n_steps < most or last.adjusted or self.keep_support:
+            return None
+        running = [seq for own in last.seqs for seq in own if seq.running]
+        if all(seq.remaining <= most for seq in running):
+            return None  # it ends them, or stops for a smaller batch
+        if any(seq.request.sampling.stop for seq in running):
+            return None
+        return self.runner.decode_next(params, last) if self.scheduler.extend(2 * most) else None
+
     def _prefill(self, params: Tree, work: list[PrefillWork]) -> None:
         """Runs the copies and the prefill of each replica."""
         self._copy(work)
@@ -279,7 +327,7 @@ class PagedEngine:
             rows = [own[bucket:] for own in rows]
         self._copy_prefilled(work)
 
-    def _mixed(self, params: Tree, plans: list[DispatchPlan]) -> DecodeOutput:
+    def _mixed(self, params: Tree, plans: list[DispatchPlan]) -> DecodeRound:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
         work, seqs = [p.prefill for p in plans], [p.previously_running for p in plans]
         adjusted = _adjusted(seqs)
@@ -288,9 +336,9 @@ class PagedEngine:
             return self._decode(params, seqs, n_steps=1)
         self._copy(work)
         rows = self._prefill_rows(work)
-        output = self.runner.mixed(params, rows, seqs, adjusted=adjusted)
+        dispatched = self.runner.mixed(params, rows, seqs, adjusted=adjusted)
         self._copy_prefilled(work)
-        return output
+        return dispatched
 
     def _prefill_rows(self, work: list[PrefillWork]) -> list[list[PrefillChunk]]:
         """The prefill rows of each replica."""
@@ -308,7 +356,7 @@ class PagedEngine:
         _in_calls(self.runner.copy_pages, [own.post_prefill_copies for own in work])
         _in_calls(self.runner.copy_states, [own.post_prefill_state_copies for own in work])
 
-    def _decode(self, params: Tree, seqs: list[list[Sequence]], n_steps: int) -> DecodeOutput:
+    def _decode(self, params: Tree, seqs: list[list[Sequence]], n_steps: int) -> DecodeRound:
         if any(seq.allowed is not None for own in seqs for seq in own):
             # A grammar allows one token per dispatch; the others decode one step meanwhile.
             n_steps = min(n_steps, 1 + self.rollout.spec_tokens)
@@ -322,15 +370,20 @@ class PagedEngine:
 
     # Results
 
-    def _advance(self, seqs: list[list[Sequence]], output: DecodeOutput) -> list[Generated]:
-        """Gives the sampled tokens to the scheduler. Returns them by slot."""
+    def _read(self, dispatched: DecodeRound) -> list[Generated]:
+        """Waits for the tokens of a round. Gives them to the scheduler and returns them by slot.
+
+        Those of sequences that have ended or were cancelled after it was dispatched are dropped.
+        """
+        seqs, output = dispatched.seqs, self.runner.read(dispatched)
         self._count(seqs, output)
         bucket, generated = len(output.tokens) // len(seqs), []
         n_new, stopped = output.n_new.tolist(), output.stopped.tolist()
         for r, own in enumerate(seqs):
             for row, seq in enumerate(own, r * bucket):
-                new = self._advance_one(r, seq, output, row, n_new[row], stopped[row])
-                generated.append(new)
+                if seq.running:
+                    new = self._advance_one(r, seq, output, row, n_new[row], stopped[row])
+                    generated.append(new)
         return generated
 
     def _advance_one(
@@ -374,7 +427,7 @@ class PagedEngine:
         used = self.scheduler.cache_utilization
         stats.n_steps += n_steps
         stats.n_batch_slots += len(output.tokens) * n_steps
-        stats.running += sum(map(len, seqs)) * n_steps
+        stats.running += sum(seq.running for own in seqs for seq in own) * n_steps
         stats.waiting += self.scheduler.n_waiting * n_steps
         stats.cache_used += used * n_steps
         stats.cache_used_max = max(stats.cache_used_max, used)
@@ -406,6 +459,11 @@ def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
     """Makes the copies of each replica, as many in one call as it takes."""
     for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
         copy([own[i : i + COPIES_PER_CALL] for own in copies])
+
+
+def _n_running(seqs: list[list[Sequence]]) -> int:
+    """Running sequences of the replica that has most of them."""
+    return max(sum(seq.running for seq in own) for own in seqs)
 
 
 def _adjusted(seqs: list[list[Sequence]]) -> bool:

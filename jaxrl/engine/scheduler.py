@@ -42,6 +42,11 @@ class Sequence:
         self.allowed = self._matcher.allowed() if self._matcher else None
 
     @property
+    def running(self) -> bool:
+        """Whether it has pages, and dispatches decode it."""
+        return bool(self.tables)
+
+    @property
     def tokens(self) -> np.ndarray:
         """int32, prompt and response so far."""
         return self._buffer[: self.n_tokens]
@@ -136,6 +141,9 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # both in order of submission
         self.version = 0  # policy version
+        # Whether decode steps were dispatched with a plan that continues the last one (`extend`).
+        self.ahead = False
+        self._stale = True  # whether a new plan may start sequences that the last one did not
         self.n_preempted = 0
         self.n_cached_tokens = 0
         self._next_slot = 0
@@ -149,6 +157,7 @@ class Scheduler:
         """Queues a request. Raises ValueError if it could never run."""
         seq = self._new_sequence(request)
         self.waiting.append(seq)
+        self._stale = True
         return seq.slot
 
     def set_version(self, version: int) -> None:
@@ -223,6 +232,7 @@ class Scheduler:
             work.state_copies.append((prefix.state, seq.state))
         self._write_tables(seq)
         self.running.append(seq)
+        self._stale = True
         return seq.slot, work
 
     def plan(self, *, limit_prefill: bool = False) -> DispatchPlan:
@@ -231,6 +241,7 @@ class Scheduler:
         With `limit_prefill`, prefill is limited to the token budget of one dispatch. Raises
         OutOfPages if prefixes of `prefill` hold so many pages that nothing can run.
         """
+        self.ahead = False
         n_steps = self._reserve()
         plan = DispatchPlan(n_steps, previously_running=sorted(self.running, key=_by_slot))
         if limit_prefill and self.pool.keep:
@@ -244,7 +255,22 @@ class Scheduler:
             self._start_with_one_step(plan)
         self.running.sort(key=_by_slot)
         plan.decode = list(self.running)
+        self._stale = plan.full
         return plan
+
+    def can_extend(self, n_steps: int) -> bool:
+        """Whether the running sequences may decode `n_steps` steps without another plan.
+
+        These are counted from the tokens that they have, so that they include the steps of
+        dispatches that were not read yet. No plan may have more to do for waiting sequences, and
+        pages must be free.
+        """
+        return not self._stale and sum(self._missing_pages(n_steps)) <= self.pool.n_free
+
+    def extend(self, n_steps: int) -> None:
+        """Allocates the pages of these steps, if `can_extend`."""
+        self._allocate(self._missing_pages(n_steps))
+        self.ahead = True
 
     def _start_with_one_step(self, plan: DispatchPlan) -> None:
         """Starts the first waiting sequence for one step.
@@ -268,7 +294,7 @@ class Scheduler:
         """Cancels a waiting or running sequence. Raises KeyError if the slot has none."""
         for seq in self.running:
             if seq.slot == slot:
-                return self._end(seq)
+                return self._end(seq, keep_state=not self.ahead)
         for seq in self.waiting:
             if seq.slot == slot:
                 return self.waiting.remove(seq)
@@ -278,6 +304,7 @@ class Scheduler:
         self.pool.release(prefix.pages, prefix.first)
         if self.states is not None:
             self.states.free(prefix.state)
+        self._stale |= bool(self.waiting)
 
     def _new_sequence(self, request: Request) -> Sequence:
         self.check(request)
@@ -397,15 +424,20 @@ class Scheduler:
         self.pool.release(found.pages, found.first)
         seq.n_chunk_tokens += len(chunk) - found.start
 
-    def _end(self, seq: Sequence) -> None:
-        """Releases the pages of a sequence, after adding them to the prefix cache if enabled."""
+    def _end(self, seq: Sequence, *, keep_state: bool = True) -> None:
+        """Releases the pages of a sequence, after adding them to the prefix cache if enabled.
+
+        Its state stays as a snapshot if `keep_state`: dispatches that were not read yet may have
+        changed it.
+        """
         self.running.remove(seq)
+        self._stale |= bool(self.waiting)
         tokens, adapter = seq.cached_tokens(), seq.request.adapter
         kept = self.pool.keep and not seq.mixed_versions
         self.pool.release_windows(seq.pages, seq.first)
         if kept:
             seq.pages = self.pool.add_prefix(tokens, seq.pages, adapter)
-        if self.states is not None and kept and len(tokens):
+        if self.states is not None and kept and keep_state and len(tokens):
             self._prefill.keep_state(seq.state, tokens, seq.pages, adapter, work=None)
         elif self.states is not None:
             self.states.free(seq.state)

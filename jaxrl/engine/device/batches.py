@@ -176,7 +176,7 @@ def decode_batch(
         prompt_id=fixed["prompt_id"],
         sample=fixed["sample"],
         stop_ids=fixed["stop_ids"],
-        page_tables=_decode_tables(by_replica, bucket, shapes),
+        page_tables=decode_tables(by_replica, bucket, shapes),
         sampling=SamplingParams(
             temperature=fixed["temperature"],
             top_k=fixed["top_k"],
@@ -273,15 +273,18 @@ def _history(rows: list[RunningSequence | None], length: int) -> np.ndarray:
     return tokens
 
 
-def _decode_tables(
+def decode_tables(
     by_replica: list[list[RunningSequence]], bucket: int, shapes: DispatchShapes
 ) -> dict[int, np.ndarray]:
+    """The page tables of the sequences, by window; zeros for those that have ended."""
+    none = np.zeros(shapes.max_pages_per_seq, np.int32)
     shape = len(by_replica), bucket, shapes.max_pages_per_seq
     tables = {window: np.zeros(shape, np.int32) for window in shapes.windows}
     for window, table in tables.items():
         for rows, own in zip(table, by_replica, strict=True):
             if own:
-                np.stack([seq.tables[window] for seq in own], out=rows[: len(own)])
+                found = [seq.tables.get(window, none) for seq in own]
+                np.stack(found, out=rows[: len(own)])
     return {window: table.reshape(-1, shape[-1]) for window, table in tables.items()}
 
 

@@ -8,12 +8,19 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.api import TopTokens
 from jaxrl.engine.device import programs
-from jaxrl.engine.device.batches import DispatchShapes, decode_batch, pad_replicas, prefill_batch
-from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput
+from jaxrl.engine.device.batches import (
+    DispatchShapes,
+    decode_batch,
+    decode_tables,
+    pad_replicas,
+    prefill_batch,
+)
+from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeState, DispatchOutput
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
@@ -34,6 +41,19 @@ class Dispatch(NamedTuple):
     kind: str  # prefill, mixed, copy_pages, copy_states or decode
     bucket: int
     adjusted: bool = False  # with adjustments
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRound:
+    """A dispatch with decode steps whose tokens were not read yet."""
+
+    seqs: list[list[Sequence]]
+    batch: DecodeBatch
+    output: DispatchOutput
+    n_steps: int = 1
+    exit_at: int = 0
+    state: DecodeState | None = None  # on the device, after its steps; None: mixed with prefill
+    adjusted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +163,7 @@ class ModelRunner:
         seqs: list[list[Sequence]],
         *,
         adjusted: bool = False,
-    ) -> DecodeOutput:
+    ) -> DecodeRound:
         """Prefill rows and one decode step of `seqs` in one dispatch.
 
         Uses the largest buckets only: only long prompts are worth mixing with decode. `adjusted`
@@ -156,7 +176,7 @@ class ModelRunner:
             self._cache, out = self._programs["mixed"](
                 self._flat(params), self.allocated_cache(), prefilled, batch
             )
-            return read_decode_output(out, batch, seqs)
+        return DecodeRound(seqs, batch, out, adjusted=adjusted)
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
@@ -188,21 +208,65 @@ class ModelRunner:
         n_steps: int,
         exit_at: int,
         adjusted: bool = False,
-    ) -> DecodeOutput:
+    ) -> DecodeRound:
         """Up to `n_steps` decode steps, until `exit_at` or fewer sequences of a replica run.
 
         `adjusted` selects the program with adjustments.
         """
         batch = self.decode_batch(seqs, bucket, adjusted=adjusted)
         with self._call():
-            self._cache, out = self._programs["decode"](
-                self._flat(params),
-                self.allocated_cache(),
-                batch,
-                np.int32(n_steps),
-                np.int32(exit_at),
+            batch = self._with_state(batch, jax.sharding.get_mesh(), _put)
+            return self._decode(params, seqs, batch, n_steps, exit_at, adjusted)
+
+    def decode_next(self, params: Tree, last: DecodeRound) -> DecodeRound:
+        """Dispatches as many steps after a round that was not read yet, for the same rows.
+
+        Those that have ended in it are padding: the device knows.
+        """
+        assert last.state is not None
+        bucket = len(last.batch.stop_ids) // len(last.seqs)
+        tables = decode_tables(last.seqs, bucket, self.shapes)
+        batch = last.batch.with_state(last.state)
+        batch = dataclasses.replace(batch, page_tables=tables)
+        with self._call():
+            return self._decode(params, last.seqs, batch, last.n_steps, last.exit_at, last.adjusted)
+
+    def read(self, dispatched: DecodeRound) -> DecodeOutput:
+        """Waits for the tokens of a round and copies them to the host."""
+        speculative = self.speculation is not None and dispatched.state is not None
+        with self._call():
+            return read_decode_output(
+                dispatched.output, dispatched.batch, dispatched.seqs, speculative=speculative
             )
-            return read_decode_output(out, batch, seqs, speculative=self.speculation is not None)
+
+    def _with_state(
+        self, batch: DecodeBatch, mesh: Mesh, place: Callable[[np.ndarray, NamedSharding], Any]
+    ) -> DecodeBatch:
+        """The batch with its state placed as the decode program returns it.
+
+        So the first dispatch and those that continue it are one compiled program.
+        """
+        sharding = NamedSharding(mesh, programs.state_spec(self.pool.rules))
+        return batch.with_state(jax.tree.map(lambda a: place(a, sharding), batch.state))
+
+    def _decode(
+        self,
+        params: Tree,
+        seqs: list[list[Sequence]],
+        batch: DecodeBatch,
+        n_steps: int,
+        exit_at: int,
+        adjusted: bool,
+    ) -> DecodeRound:
+        self._cache, out, state = self._programs["decode"](
+            self._flat(params),
+            self.allocated_cache(),
+            batch,
+            np.int32(n_steps),
+            np.int32(exit_at),
+        )
+        out.columns.copy_to_host_async()
+        return DecodeRound(seqs, batch, out, n_steps, exit_at, state, adjusted)
 
     def declared(self, *, adjustable: bool) -> list[Dispatch]:
         """Every program of the declared shapes; `adjustable` adds those with adjustments."""
@@ -226,9 +290,9 @@ class ModelRunner:
         elif kind == "copy_states":
             self.copy_states(none)
         elif kind == "mixed":
-            self.mixed(params, none, none, adjusted=adjusted)
+            self.read(self.mixed(params, none, none, adjusted=adjusted))
         else:
-            self.decode(params, none, bucket, n_steps=0, exit_at=0, adjusted=adjusted)
+            self.read(self.decode(params, none, bucket, n_steps=0, exit_at=0, adjusted=adjusted))
 
     def lower_largest(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
         """`lower` of the largest program of a kind, without adjustments."""
@@ -245,7 +309,10 @@ class ModelRunner:
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
         state = (cache,) if program.kind in COPIES else (params, cache)
-        return self._programs[program.kind].lower(*state, *self._padding(program))
+        inputs = self._padding(program)
+        if program.kind == "decode":
+            inputs = self._with_state(inputs[0], mesh, _abstract), *inputs[1:]
+        return self._programs[program.kind].lower(*state, *inputs)
 
     def _padding(self, program: Dispatch) -> tuple[Any, ...]:
         """The inputs of a program without rows."""
@@ -286,6 +353,14 @@ class ModelRunner:
             raise
         finally:
             self.device_s += time.perf_counter() - start
+
+
+def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def _abstract(array: np.ndarray, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def read_decode_output(

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput, decode_steps, sample_tokens
+from jaxrl.engine.device.decode_loop import (
+    DecodeBatch,
+    DecodeState,
+    DispatchOutput,
+    decode_steps,
+    sample_tokens,
+)
 from jaxrl.engine.device.sampling import row_keys
 from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
@@ -63,22 +69,29 @@ class PrefillBatch:
 
 
 def per_replica(
-    program: Callable, rules: Rules, *, cache_axis: int, n_inputs: int, returns_output: bool = False
+    program: Callable,
+    rules: Rules,
+    *,
+    cache_axis: int,
+    n_inputs: int,
+    output_axes: tuple[int, ...] = (),
 ) -> Callable:
     """`program(params, cache, *inputs)` of one replica, run by every replica on its shard.
 
     The pages of the cache (axis `cache_axis`) and the leading axis of the `n_inputs` input trees
-    are sharded over the replicas; parameters are replicated. Replicas communicate only to agree on
-    the end of a decode loop.
+    are sharded over the replicas, and so are the `output_axes` of what the program returns after
+    the cache; parameters are replicated. Replicas communicate only to agree on the end of a decode
+    loop.
     """
     axes = rules.mesh_axes("batch")
     if not axes:
         return program
     pages, by_row = jax.P(*(None,) * cache_axis, axes), jax.P(axes)
+    outputs = tuple(jax.P(*(None,) * axis, axes) for axis in output_axes)
     sharded = jax.shard_map(
         program,
         in_specs=(jax.P(), pages, *(by_row,) * n_inputs),
-        out_specs=(pages, jax.P(None, axes)) if returns_output else pages,
+        out_specs=(pages, *outputs) if outputs else pages,
         axis_names=set(axes),
         check_vma=False,
     )
@@ -87,6 +100,12 @@ def per_replica(
         return sharded(params, cache, *jax.tree.map(lambda a: jax.reshard(a, by_row), inputs))
 
     return run
+
+
+def state_spec(rules: Rules) -> jax.P:
+    """The sharding of the rows of a `DecodeState`, as `decode` takes and returns it."""
+    axes = rules.mesh_axes("batch")
+    return jax.P(axes) if axes else jax.P()
 
 
 def _cache_axis(params: Decoder, cache: KVCache) -> int:
@@ -169,7 +188,7 @@ def mixed(
         return cache, out
 
     run = per_replica(
-        mixed_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=2, returns_output=True
+        mixed_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=2, output_axes=(1,)
     )
     cache, out = run(params, cache, prefilled, batch)
     return flatten(cache), jax.reshard(out, jax.P())
@@ -270,11 +289,11 @@ def decode(
     max_steps: int,
     speculation: SpeculationConfig | None = None,
     keep_support: bool = False,
-) -> tuple[FlatTree, DispatchOutput]:
+) -> tuple[FlatTree, DispatchOutput, DecodeState]:
     """Up to `n_steps` decode steps, until every replica runs `exit_at` sequences or fewer.
 
-    Returns the cache and the output of `decode_steps`, or of `speculative_steps` if `speculation`
-    is set; then a step samples up to 1 + speculation.n_tokens tokens.
+    Returns the cache, and the output and state of `decode_steps`, or of `speculative_steps` if
+    `speculation` is set; then a step samples up to 1 + speculation.n_tokens tokens.
     """
     steps: Callable = decode_steps
     if speculation is not None:
@@ -294,7 +313,9 @@ def decode(
         )
 
     run = per_replica(
-        decode_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1, returns_output=True
+        decode_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1, output_axes=(1, 0)
     )
-    cache, out = run(params, cache, batch)
-    return flatten(cache), jax.reshard(out, jax.P())
+    cache, out, state = run(params, cache, batch)
+    by_row = state_spec(rules)
+    state = jax.tree.map(lambda a: jax.reshard(a, by_row), state)
+    return flatten(cache), jax.reshard(out, jax.P()), state
