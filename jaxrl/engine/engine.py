@@ -139,7 +139,9 @@ class PagedEngine:
             generated, self._generated = self._generated, []
             return generated
         start, device_s = time.perf_counter(), self.runner.device_s
-        current, self._ahead = self._ahead or self._dispatch(params), None
+        current, self._ahead = self._ahead, None
+        if current is None or not _n_running(current.seqs):  # all were cancelled
+            current = self._dispatch(params)
         if current is None:
             return []
         try:
@@ -159,8 +161,6 @@ class PagedEngine:
         self._generated = [one for one in self._generated if one.slot != slot]
         if not any(one.finish for one in read):
             self.scheduler.free(slot)
-        if self._ahead is not None and not _n_running(self._ahead.seqs):
-            self._ahead = None
 
     @property
     def n_unfinished(self) -> int:

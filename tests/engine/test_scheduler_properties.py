@@ -265,13 +265,14 @@ class Machine(RuleBasedStateMachine):
         if plan.previously_running or not plan.full:
             self.check_progress(rows)
         first = [self.decode(seq, seq.tokens.tolist(), n_steps, data) for seq in rows]
-        if plan.full or not data.draw(st.booleans()) or not self.s.can_extend(2 * n_steps):
-            return self.read(first)
-        self.s.extend(2 * n_steps)
-        unfinished = [done for done in first if not done.finish]
-        second = [self.decode(one.seq, one.tokens, n_steps, data) for one in unfinished]
+        second = []
+        if not plan.full and data.draw(st.booleans()) and self.s.can_extend(2 * n_steps):
+            self.s.extend(2 * n_steps)
+            unfinished = [one for one in first if not one.finish]
+            second = [self.decode(one.seq, one.tokens, n_steps, data) for one in unfinished]
         self.read(first)
-        self.read_ahead(second, data)
+        if second:
+            self.read_ahead(second, data)
 
     # Effects of an event
 
@@ -316,9 +317,10 @@ class Machine(RuleBasedStateMachine):
             self.cancel(data)
         elif event == "submit":
             self.submit(data.draw(PROMPTS), 4, 1)
-        elif event == "weights" and self.s.states is None:
-            return self.publish_weights(self.version + 1)
-        self.read(decoded)
+        if event == "weights" and self.s.states is None:
+            self.publish_weights(self.version + 1)
+        else:
+            self.read(decoded)
 
     def expect_keys(self, running: list[Sequence]) -> None:
         """A sequence that starts finds all its KV, of the current policy version."""
