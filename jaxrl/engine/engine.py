@@ -310,10 +310,10 @@ class PagedEngine:
         if last.state is None or last.n_steps < most or last.adjusted or self.keep_support:
             return None
         running = [seq for own in last.seqs for seq in own if seq.running]
+        if any([seq.stops_at_text for seq in running]):
+            return None
         if all(seq.remaining <= most for seq in running):
             return None  # it ends them, or stops for a smaller batch
-        if any(seq.request.sampling.stop for seq in running):
-            return None
         return self.runner.decode_next(params, last) if self.scheduler.extend(2 * most) else None
 
     def _prefill(self, params: Tree, work: list[PrefillWork]) -> None:
@@ -427,7 +427,7 @@ class PagedEngine:
         used = self.scheduler.cache_utilization
         stats.n_steps += n_steps
         stats.n_batch_slots += len(output.tokens) * n_steps
-        stats.running += sum(seq.running for own in seqs for seq in own) * n_steps
+        stats.running += sum([seq.running for own in seqs for seq in own]) * n_steps
         stats.waiting += self.scheduler.n_waiting * n_steps
         stats.cache_used += used * n_steps
         stats.cache_used_max = max(stats.cache_used_max, used)
@@ -463,7 +463,7 @@ def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
 
 def _n_running(seqs: list[list[Sequence]]) -> int:
     """Running sequences of the replica that has most of them."""
-    return max(sum(seq.running for seq in own) for own in seqs)
+    return max(sum([seq.running for seq in own]) for own in seqs)
 
 
 def _adjusted(seqs: list[list[Sequence]]) -> bool:

@@ -32,19 +32,16 @@ class Sequence:
         self.first: tuple[int, ...] = ()  # by window, index of the first page that it still sees
         # int32 [pages of max_len], `PagePool.tables` of the pages while it runs, then zeros
         self.tables: dict[int, np.ndarray] = {}
+        self.running = False  # whether it has pages, and dispatches decode it
         self.state = ZERO  # slot of its state while it runs; of models without one, always this
         self.mixed_versions = False  # its KV was computed by more than one policy version
         self.n_chunk_tokens = 0  # tokens prefilled in chunks while it was waiting
         grammar = request.adjustments and request.adjustments.grammar
         self._matcher = grammar.matcher() if grammar else None
+        self.stops_at_text = bool(request.sampling.stop)  # which the caller finds
         self.packed = b""  # the columns of its request in a decode batch, once it was in one
         # uint32 [W], the tokens that the grammar allows next; None without a grammar
         self.allowed = self._matcher.allowed() if self._matcher else None
-
-    @property
-    def running(self) -> bool:
-        """Whether it has pages, and dispatches decode it."""
-        return bool(self.tables)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -376,6 +373,7 @@ class Scheduler:
             if window not in seq.tables:
                 seq.tables[window] = np.zeros(self.pool.pages_for(self.max_len), np.int32)
             seq.tables[window][start : len(seq.pages)] = pages
+        seq.running = True
 
     def _preempt(self, seq: Sequence, n_missing: int) -> None:
         if len(self.running) == 1:
@@ -443,3 +441,4 @@ class Scheduler:
             self.states.free(seq.state)
         self.pool.release(seq.pages)
         seq.pages, seq.first, seq.state, seq.tables = [], (), ZERO, {}
+        seq.running = False
