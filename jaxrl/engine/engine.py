@@ -139,19 +139,7 @@ class PagedEngine:
             generated, self._generated = self._generated, []
             return generated
         start, device_s = time.perf_counter(), self.runner.device_s
-        current, self._ahead = self._ahead, None
-        if current is None or not _n_running(current.seqs):  # all were cancelled
-            current = self._dispatch(params)
-        if current is None:
-            return []
-        try:
-            ahead = self._dispatch_next(params, current)
-            generated = self._read(current)
-        except BaseException:
-            self.release()  # the device may be ahead of the scheduler
-            raise
-        if ahead is not None and _n_running(ahead.seqs) > ahead.exit_at:
-            self._ahead = ahead
+        generated = self._round(params)
         device_s = self.runner.device_s - device_s
         self._stats.host_s += time.perf_counter() - start - device_s
         return generated
@@ -289,6 +277,24 @@ class PagedEngine:
 
     # Dispatches
 
+    def _round(self, params: Tree) -> list[Generated]:
+        """The tokens of the round that is ahead, or of a new one; dispatches the one after it."""
+        current, self._ahead = self._ahead, None
+        if current is not None and _n_running(current.seqs) <= current.exit_at:
+            # It made no steps, unless sequences that were cancelled since then ran in it.
+            if generated := self._read(current):
+                return generated
+            current = None
+        if current is None:
+            current = self._dispatch(params)
+        if current is None:
+            return []
+        ahead = self._dispatch_next(params, current)
+        generated = self._read(current)
+        if ahead is not None and _n_running(ahead.seqs):
+            self._ahead = ahead
+        return generated
+
     def _dispatch(self, params: Tree) -> DecodeRound | None:
         """Dispatches the next plan; None if no sequence decodes."""
         plans = self.scheduler.plan()
@@ -312,7 +318,7 @@ class PagedEngine:
         running = [seq for own in last.seqs for seq in own if seq.running]
         if any([seq.stops_at_text for seq in running]):
             return None
-        if all(seq.remaining <= most for seq in running):
+        if _n_running(last.seqs) <= last.exit_at or all(seq.remaining <= most for seq in running):
             return None  # it ends them, or stops for a smaller batch
         return self.runner.decode_next(params, last) if self.scheduler.extend(2 * most) else None
 
@@ -375,13 +381,19 @@ class PagedEngine:
 
         Those of sequences that have ended or were cancelled after it was dispatched are dropped.
         """
-        seqs, output = dispatched.seqs, self.runner.read(dispatched)
+        try:
+            return self._advance(dispatched.seqs, self.runner.read(dispatched))
+        except BaseException:
+            self.release()  # the device may be ahead of the scheduler
+            raise
+
+    def _advance(self, seqs: list[list[Sequence]], output: DecodeOutput) -> list[Generated]:
         self._count(seqs, output)
         bucket, generated = len(output.tokens) // len(seqs), []
         n_new, stopped = output.n_new.tolist(), output.stopped.tolist()
         for r, own in enumerate(seqs):
             for row, seq in enumerate(own, r * bucket):
-                if seq.running:
+                if seq.running and n_new[row]:
                     new = self._advance_one(r, seq, output, row, n_new[row], stopped[row])
                     generated.append(new)
         return generated

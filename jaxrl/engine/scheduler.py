@@ -228,8 +228,8 @@ class Scheduler:
             seq.state = self._prefill.allocate_state(seq.pages, work)
             work.state_copies.append((prefix.state, seq.state))
         self._write_tables(seq)
+        seq.running = self._stale = True
         self.running.append(seq)
-        self._stale = True
         return seq.slot, work
 
     def plan(self, *, limit_prefill: bool = False) -> DispatchPlan:
@@ -373,7 +373,6 @@ class Scheduler:
             if window not in seq.tables:
                 seq.tables[window] = np.zeros(self.pool.pages_for(self.max_len), np.int32)
             seq.tables[window][start : len(seq.pages)] = pages
-        seq.running = True
 
     def _preempt(self, seq: Sequence, n_missing: int) -> None:
         if len(self.running) == 1:
@@ -402,7 +401,7 @@ class Scheduler:
         self.n_cached_tokens += max(found.start - seq.n_chunk_tokens, 0)
         self._prefill.prefill(tokens, found, work, adapter)
         seq.pages, seq.first, seq.state = found.pages, found.first, found.state
-        seq.mixed_versions, seq.n_chunk_tokens = False, 0
+        seq.mixed_versions, seq.n_chunk_tokens, seq.running = False, 0, True
         self._write_tables(seq)
         self.running.append(self.waiting.popleft())
         return True
