@@ -12,13 +12,13 @@ from jax.typing import DTypeLike
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.data.support import from_bits, unrestricted
 from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request
-from jaxrl.engine.device.adjustments import MAX_BIAS
 from jaxrl.engine.device.batches import (
-    MAX_STOP_IDS,
+    adjusted_rows,
+    check_limits,
+    check_request,
     dispatch_shapes,
     exit_size,
     split_rows,
-    stop_ids,
 )
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
 from jaxrl.engine.device.model_runner import (
@@ -70,7 +70,7 @@ class PagedEngine:
         logprobs, for which `warmup` compiles a second variant of the decode programs. Raises
         ValueError for invalid limits.
         """
-        _check(rollout, cfg, max_len)
+        check_limits(rollout, cfg, max_len)
         self.cfg, self.rollout = cfg, rollout
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
         self.keep_support, self.adjustable = keep_support, adjustable
@@ -124,13 +124,13 @@ class PagedEngine:
 
     def insert(self, prefix: Prefix, request: Request) -> int:
         """Starts a sequence from a prefix. Returns its slot."""
-        self._check_request(request)
+        check_request(request, self.cfg, self.eos_ids, adjustable=self.adjustable)
         slot, work = self.scheduler.insert(prefix, request)
         self._copy(work)
         return slot
 
     def submit(self, request: Request) -> int:
-        self._check_request(request)
+        check_request(request, self.cfg, self.eos_ids, adjustable=self.adjustable)
         return self.scheduler.submit(request)
 
     def generate(self, params: Tree) -> list[Generated]:
@@ -336,7 +336,7 @@ class PagedEngine:
     def _mixed(self, params: Tree, plans: list[DispatchPlan]) -> DecodeRound:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
         work, seqs = [p.prefill for p in plans], [p.previously_running for p in plans]
-        adjusted = _adjusted(seqs)
+        adjusted = adjusted_rows(seqs)
         if not self._ready("mixed", self.shapes.prefill_buckets[-1:], adjusted=adjusted):
             self._prefill(params, work)
             return self._decode(params, seqs, n_steps=1)
@@ -366,7 +366,7 @@ class PagedEngine:
         if any(seq.allowed is not None for own in seqs for seq in own):
             # A grammar allows one token per dispatch; the others decode one step meanwhile.
             n_steps = min(n_steps, 1 + self.rollout.spec_tokens)
-        n, adjusted = max(map(len, seqs)), _adjusted(seqs)
+        n, adjusted = max(map(len, seqs)), adjusted_rows(seqs)
         ready = self._ready("decode", self.shapes.decode_buckets, adjusted=adjusted)
         bucket = min(b for b in ready if b >= n)
         exit_at = exit_size(n, self.shapes.decode_buckets, self.scheduler.n_waiting)
@@ -447,25 +447,6 @@ class PagedEngine:
         stats.n_draft_tokens += output.n_draft_tokens
         stats.n_accepted_tokens += output.n_accepted_tokens
 
-    def _check_request(self, request: Request) -> None:
-        n_adapters = self.cfg.lora.n_stacked if self.cfg.lora else 0
-        if not 0 <= request.adapter <= n_adapters:
-            raise ValueError(
-                f"adapter {request.adapter} of a request is not there; the engine has {n_adapters}"
-            )
-        if (n := len(stop_ids(request, self.eos_ids))) > MAX_STOP_IDS:
-            raise ValueError(
-                f"{n} stop token ids (end-of-sequence ids included), at most {MAX_STOP_IDS} are "
-                "supported; shorten config.rollout.sampling.stop_token_ids"
-            )
-        if _is_adjusted(request) and not self.adjustable:
-            raise ValueError(
-                "this engine was built without logit adjustments and top logprobs; set "
-                "adjustable=True"
-            )
-        if request.adjustments and (n := len(request.adjustments.bias)) > MAX_BIAS:
-            raise ValueError(f"{n} tokens have a bias, at most {MAX_BIAS} are supported")
-
 
 def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
     """Makes the copies of each replica, as many in one call as it takes."""
@@ -476,24 +457,3 @@ def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
 def _n_running(seqs: list[list[Sequence]]) -> int:
     """Running sequences of the replica that has most of them."""
     return max(sum([seq.running for seq in own]) for own in seqs)
-
-
-def _adjusted(seqs: list[list[Sequence]]) -> bool:
-    """Whether a sequence needs the programs with adjustments."""
-    return any(_is_adjusted(seq.request) for own in seqs for seq in own)
-
-
-def _is_adjusted(request: Request) -> bool:
-    """Whether it needs the programs that change logits and return the most likely tokens."""
-    return request.adjustments is not None or request.top_logprobs
-
-
-def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:
-    if max_len > cfg.context_len:
-        raise ValueError(
-            f"prompt and response may take {max_len} tokens, the model supports {cfg.context_len}; "
-            "lower config.data.max_prompt_len or config.data.max_response_len"
-        )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "page_len", "steps_per_dispatch"):
-        if (value := getattr(rollout, name)) < 1:
-            raise ValueError(f"config.rollout.{name} is {value}; set it to 1 or more")

@@ -23,8 +23,8 @@ FIELDS = {  # the lists with one element per token, and their dtypes in a rollou
 class Response:
     """A response that is being generated. It has the fields of `Rollout`.
 
-    The tokens of dispatches are in arrays until someone reads a list, which a response of a single
-    turn seldom needs before it ends.
+    The tokens of dispatches stay in arrays until a list is read, which a response of a single turn
+    seldom needs before it ends.
     """
 
     def __init__(

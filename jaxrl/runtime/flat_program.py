@@ -51,7 +51,7 @@ class Flattened:
         self._kept: tuple[weakref.ref, FlatTree] | None = None
 
     def __call__(self, tree: Tree) -> FlatTree:
-        """The tree, an object that nobody changes in place, as a `FlatTree`."""
+        """The tree as a `FlatTree`. It must not be changed in place."""
         if self._kept is not None and self._kept[0]() is tree:
             return self._kept[1]
         flat = flatten(tree)

@@ -117,7 +117,7 @@ class Device:
 
 @dataclasses.dataclass
 class Decoded:
-    """What a dispatch did for a sequence: all its tokens, the KV it wrote, why it ended."""
+    """A sequence after a dispatch: all its tokens, the KV that it wrote, why it ended."""
 
     seq: Sequence
     tokens: list[int]

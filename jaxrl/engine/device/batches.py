@@ -297,3 +297,47 @@ def _prefill_tables(
         for window, pages in row.tables.items() if row is not None else ():
             tables[window][b, : len(pages)] = pages
     return tables
+
+
+def check_limits(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:
+    """Raises ValueError for limits of an engine that are impossible."""
+    if max_len > cfg.context_len:
+        raise ValueError(
+            f"prompt and response may take {max_len} tokens, the model supports {cfg.context_len}; "
+            "lower config.data.max_prompt_len or config.data.max_response_len"
+        )
+    for name in ("max_num_seqs", "max_num_batched_tokens", "page_len", "steps_per_dispatch"):
+        if (value := getattr(rollout, name)) < 1:
+            raise ValueError(f"config.rollout.{name} is {value}; set it to 1 or more")
+
+
+def check_request(
+    request: Request, cfg: DecoderConfig, eos_ids: tuple[int, ...], *, adjustable: bool
+) -> None:
+    """Raises ValueError if no row of a batch can have the request."""
+    n_adapters = cfg.lora.n_stacked if cfg.lora else 0
+    if not 0 <= request.adapter <= n_adapters:
+        raise ValueError(
+            f"adapter {request.adapter} of a request is not there; the engine has {n_adapters}"
+        )
+    if (n := len(stop_ids(request, eos_ids))) > MAX_STOP_IDS:
+        raise ValueError(
+            f"{n} stop token ids (end-of-sequence ids included), at most {MAX_STOP_IDS} are "
+            "supported; shorten config.rollout.sampling.stop_token_ids"
+        )
+    if _is_adjusted(request) and not adjustable:
+        raise ValueError(
+            "this engine was built without logit adjustments and top logprobs; set adjustable=True"
+        )
+    if request.adjustments and (n := len(request.adjustments.bias)) > MAX_BIAS:
+        raise ValueError(f"{n} tokens have a bias, at most {MAX_BIAS} are supported")
+
+
+def adjusted_rows(seqs: list[list[RunningSequence]]) -> bool:
+    """Whether a sequence needs the programs with adjustments."""
+    return any(_is_adjusted(seq.request) for own in seqs for seq in own)
+
+
+def _is_adjusted(request: Request) -> bool:
+    """Whether it needs the programs that change logits and return the most likely tokens."""
+    return request.adjustments is not None or request.top_logprobs
