@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from jaxrl.engine.device.model_runner import (
     DecodeRound,
     Dispatch,
     ModelRunner,
+    in_calls,
 )
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.prefill import PrefillChunk, PrefillWork
@@ -280,7 +281,7 @@ class PagedEngine:
     def _round(self, params: Tree) -> list[Generated]:
         """The tokens of the round that is ahead, or of a new one; dispatches the one after it."""
         current, self._ahead = self._ahead, None
-        if current is not None and _n_running(current.seqs) <= current.exit_at:
+        if current is not None and current.n_running <= current.exit_at:
             # It made no steps, unless sequences that were cancelled since then ran in it.
             if generated := self._read(current):
                 return generated
@@ -291,7 +292,7 @@ class PagedEngine:
             return []
         ahead = self._dispatch_next(params, current)
         generated = self._read(current)
-        if ahead is not None and _n_running(ahead.seqs):
+        if ahead is not None and ahead.n_running:
             self._ahead = ahead
         return generated
 
@@ -318,7 +319,7 @@ class PagedEngine:
         running = [seq for own in last.seqs for seq in own if seq.running]
         if any([seq.stops_at_text for seq in running]):
             return None
-        if _n_running(last.seqs) <= last.exit_at or all(seq.remaining <= most for seq in running):
+        if last.n_running <= last.exit_at or all(seq.remaining <= most for seq in running):
             return None  # it ends them, or stops for a smaller batch
         return self.runner.decode_next(params, last) if self.scheduler.extend(2 * most) else None
 
@@ -354,13 +355,13 @@ class PagedEngine:
 
     def _copy(self, work: list[PrefillWork]) -> None:
         """The copies before prefill."""
-        _in_calls(self.runner.copy_pages, [own.copies for own in work])
-        _in_calls(self.runner.copy_states, [own.state_copies for own in work])
+        in_calls(self.runner.copy_pages, [own.copies for own in work])
+        in_calls(self.runner.copy_states, [own.state_copies for own in work])
 
     def _copy_prefilled(self, work: list[PrefillWork]) -> None:
         """The copies of pages and states that prefill wrote."""
-        _in_calls(self.runner.copy_pages, [own.post_prefill_copies for own in work])
-        _in_calls(self.runner.copy_states, [own.post_prefill_state_copies for own in work])
+        in_calls(self.runner.copy_pages, [own.post_prefill_copies for own in work])
+        in_calls(self.runner.copy_states, [own.post_prefill_state_copies for own in work])
 
     def _decode(self, params: Tree, seqs: list[list[Sequence]], n_steps: int) -> DecodeRound:
         if any(seq.allowed is not None for own in seqs for seq in own):
@@ -446,14 +447,3 @@ class PagedEngine:
         stats.n_tokens += output.n_tokens
         stats.n_draft_tokens += output.n_draft_tokens
         stats.n_accepted_tokens += output.n_accepted_tokens
-
-
-def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
-    """Makes the copies of each replica, as many in one call as it takes."""
-    for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
-        copy([own[i : i + COPIES_PER_CALL] for own in copies])
-
-
-def _n_running(seqs: list[list[Sequence]]) -> int:
-    """Running sequences of the replica that has most of them."""
-    return max(sum([seq.running for seq in own]) for own in seqs)

@@ -55,6 +55,11 @@ class DecodeRound:
     state: DecodeState | None = None  # on the device, after its steps; None: mixed with prefill
     adjusted: bool = False
 
+    @property
+    def n_running(self) -> int:
+        """Sequences of the replica that has most of them, without those that have ended."""
+        return max(sum([seq.running for seq in own]) for own in self.seqs)
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOutput:
@@ -353,6 +358,12 @@ class ModelRunner:
             raise
         finally:
             self.device_s += time.perf_counter() - start
+
+
+def in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
+    """Makes the copies of each replica, as many in one call as it takes."""
+    for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
+        copy([own[i : i + COPIES_PER_CALL] for own in copies])
 
 
 def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
