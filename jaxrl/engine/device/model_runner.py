@@ -251,8 +251,13 @@ class ModelRunner:
 
         So the first dispatch and those that continue it are one compiled program.
         """
-        sharding = NamedSharding(mesh, programs.state_spec(self.pool.rules))
-        return batch.with_state(jax.tree.map(lambda a: place(a, sharding), batch.state))
+
+        def placed(array: np.ndarray) -> Any:
+            return place(
+                array, NamedSharding(mesh, programs.state_spec(self.pool.rules, array.ndim))
+            )
+
+        return batch.with_state(jax.tree.map(placed, batch.state))
 
     def _decode(
         self,

@@ -102,10 +102,12 @@ def per_replica(
     return run
 
 
-def state_spec(rules: Rules) -> jax.P:
-    """The sharding of the rows of a `DecodeState`, as `decode` takes and returns it."""
-    axes = rules.mesh_axes("batch")
-    return jax.P(axes) if axes else jax.P()
+def state_spec(rules: Rules, n_axes: int) -> jax.P:
+    """The sharding of an array of a `DecodeState`, as `decode` takes and returns it.
+
+    It names every axis, as that of a result does: another form would be another program.
+    """
+    return jax.P(rules.mesh_axes("batch") or None, *(None,) * (n_axes - 1))
 
 
 def _cache_axis(params: Decoder, cache: KVCache) -> int:
@@ -316,6 +318,5 @@ def decode(
         decode_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1, output_axes=(1, 0)
     )
     cache, out, state = run(params, cache, batch)
-    by_row = state_spec(rules)
-    state = jax.tree.map(lambda a: jax.reshard(a, by_row), state)
+    state = jax.tree.map(lambda a: jax.reshard(a, state_spec(rules, a.ndim)), state)
     return flatten(cache), jax.reshard(out, jax.P()), state
