@@ -400,7 +400,8 @@ def read_decode_output(
         top = np.asarray(top) if any(request.top_logprobs for request in requests) else None
     if not speculative:
         n_steps = int((out[0] >= 0).any(axis=0).sum())
-        return decode_output(out[..., :n_steps], batch.stop_ids, support, top, n_steps)
+        columns = out[..., : max(n_steps, 1)]  # a round may have made no step
+        return decode_output(columns, batch.stop_ids, support, top, n_steps)
     columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
     found = decode_output(columns, batch.stop_ids, support, top, int(n_passes.max()))
     return dataclasses.replace(
