@@ -100,9 +100,11 @@ class TopTokens:
     logp: np.ndarray  # float32 [n, N_TOP], of softmax(logits / temperature), as Generated.logp
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Generated:
-    """New tokens of one slot from one dispatch."""
+    """New tokens of one slot from one dispatch. Arrays may be views of all that it sampled."""
+
+    # Not frozen, which makes objects three times slower: every sequence gets one per dispatch.
 
     slot: int
     tokens: np.ndarray  # int32 [n_new], the stop token included

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -12,17 +12,23 @@ from jax.typing import DTypeLike
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.data.support import from_bits, unrestricted
 from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request
-from jaxrl.engine.device.adjustments import MAX_BIAS
 from jaxrl.engine.device.batches import (
-    MAX_STOP_IDS,
+    adjusted_rows,
+    check_limits,
+    check_request,
     dispatch_shapes,
     exit_size,
     split_rows,
-    stop_ids,
 )
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
-from jaxrl.engine.device.model_runner import COPIES_PER_CALL, DecodeOutput, Dispatch, ModelRunner
-from jaxrl.engine.device.sampling import FILTERS
+from jaxrl.engine.device.model_runner import (
+    COPIES_PER_CALL,
+    DecodeOutput,
+    DecodeRound,
+    Dispatch,
+    ModelRunner,
+    in_calls,
+)
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.prefill import PrefillChunk, PrefillWork
 from jaxrl.engine.replicas import ReplicaScheduler
@@ -67,7 +73,7 @@ class PagedEngine:
         batches in which a request has one. `adjustable` accepts requests with adjustments and top
         logprobs, for which `warmup` compiles another variant. Raises ValueError for invalid limits.
         """
-        _check(rollout, cfg, max_len)
+        check_limits(rollout, cfg, max_len)
         self.cfg, self.rollout = cfg, rollout
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
         self.keep_support, self.filters, self.adjustable = keep_support, filters, adjustable
@@ -97,9 +103,15 @@ class PagedEngine:
         self._scheduler: ReplicaScheduler | None = None
         self._n_pages = 0  # of each replica; 0 until the first allocation
         self._pending: set[Dispatch] = set()  # programs that dispatches must not use yet
+        self._ahead: DecodeRound | None = None  # dispatched, not read
+        self._generated: list[Generated] = []  # read, not returned
         self._stats = EngineStats()
 
     def set_version(self, version: int) -> None:
+        if version != self.scheduler.version and self._ahead is not None:
+            if self.pool.n_slots:  # states are ahead of the tokens, and cannot go back
+                self._generated += self._read(self._ahead)
+            self._ahead = None  # KV is written again
         self.scheduler.set_version(version)
 
     def prefill(self, params: Tree, tokens: np.ndarray, adapter: int = 0) -> Prefix:
@@ -116,39 +128,40 @@ class PagedEngine:
 
     def insert(self, prefix: Prefix, request: Request) -> int:
         """Starts a sequence from a prefix. Returns its slot."""
-        self._check_request(request)
+        self._check(request)
         slot, work = self.scheduler.insert(prefix, request)
         self._copy(work)
         return slot
 
     def submit(self, request: Request) -> int:
-        self._check_request(request)
+        self._check(request)
         return self.scheduler.submit(request)
 
+    def _check(self, request: Request) -> None:
+        check_request(
+            request, self.cfg, self.eos_ids, adjustable=self.adjustable, filters=self.filters
+        )
+
     def generate(self, params: Tree) -> list[Generated]:
+        """One round. The next one is dispatched before it is read, where that changes no result."""
+        if self._generated:
+            generated, self._generated = self._generated, []
+            return generated
         start, device_s = time.perf_counter(), self.runner.device_s
-        plans = self.scheduler.plan()
-        if any(plan.full for plan in plans):
-            seqs = [plan.previously_running for plan in plans]
-            output = self._mixed(params, plans)
-        else:
-            seqs = [plan.decode for plan in plans]
-            self._prefill(params, [plan.prefill for plan in plans])
-            if not any(seqs):
-                return []
-            n_steps = min(plan.n_steps for plan in plans if plan.decode)
-            output = self._decode(params, seqs, n_steps)
-        generated = self._advance(seqs, output)
+        generated = self._round(params)
         device_s = self.runner.device_s - device_s
         self._stats.host_s += time.perf_counter() - start - device_s
         return generated
 
     def free(self, slot: int) -> None:
-        self.scheduler.free(slot)
+        read = [one for one in self._generated if one.slot == slot]
+        self._generated = [one for one in self._generated if one.slot != slot]
+        if not any(one.finish for one in read):
+            self.scheduler.free(slot)
 
     @property
     def n_unfinished(self) -> int:
-        return self.scheduler.n_unfinished
+        return self.scheduler.n_unfinished + sum(bool(one.finish) for one in self._generated)
 
     def take_stats(self) -> EngineStats:
         stats = dataclasses.replace(
@@ -221,9 +234,9 @@ class PagedEngine:
 
     def _variant(self, seqs: list[list[Sequence]]) -> dict[str, bool]:
         """The variant of the sampling programs that the sequences need."""
-        requests = [seq.request for own in seqs for seq in own]
-        adjusted = any(map(_is_adjusted, requests))
-        filtered = adjusted or any(request.sampling.filters for request in requests)
+        adjusted = adjusted_rows(seqs)
+        filters = (seq.request.sampling.filters for own in seqs for seq in own)
+        filtered = adjusted or any(filters)
         # The largest program without filters is the last of its variant to be compiled.
         filtered |= not self._ready("decode", self.shapes.decode_buckets[-1:])
         return {"adjusted": adjusted, "filtered": filtered and bool(self.filters)}
@@ -252,7 +265,8 @@ class PagedEngine:
     def release(self) -> None:
         """Ends all slots and prefixes and frees the KV cache; the next call allocates it again."""
         self.runner.release()
-        self._scheduler = None
+        self._scheduler = self._ahead = None
+        self._generated = []
 
     @property
     def scheduler(self) -> ReplicaScheduler:
@@ -283,6 +297,51 @@ class PagedEngine:
 
     # Dispatches
 
+    def _round(self, params: Tree) -> list[Generated]:
+        """The tokens of the round that is ahead, or of a new one; dispatches the one after it."""
+        current, self._ahead = self._ahead, None
+        if current is not None and current.n_running <= current.exit_at:
+            # It made no steps, unless sequences that were cancelled since then ran in it.
+            if generated := self._read(current):
+                return generated
+            current = None
+        if current is None:
+            current = self._dispatch(params)
+        if current is None:
+            return []
+        ahead = self._dispatch_next(params, current)
+        generated = self._read(current)
+        if ahead is not None and ahead.n_running:
+            self._ahead = ahead
+        return generated
+
+    def _dispatch(self, params: Tree) -> DecodeRound | None:
+        """Dispatches the next plan; None if no sequence decodes."""
+        plans = self.scheduler.plan()
+        if any(plan.full for plan in plans):
+            return self._mixed(params, plans)
+        seqs = [plan.decode for plan in plans]
+        self._prefill(params, [plan.prefill for plan in plans])
+        if not any(seqs):
+            return None
+        return self._decode(params, seqs, min(plan.n_steps for plan in plans if plan.decode))
+
+    def _dispatch_next(self, params: Tree, last: DecodeRound) -> DecodeRound | None:
+        """Dispatches the round after one that was not read yet; None if that must be read first.
+
+        The host must see tokens before it knows a grammar's next tokens, a stop string, or that
+        waiting sequences start. Supports take too much memory for two rounds.
+        """
+        most = self.rollout.steps_per_dispatch * (1 + self.rollout.spec_tokens)
+        if last.state is None or last.n_steps < most or last.adjusted or self.keep_support:
+            return None
+        running = [seq for own in last.seqs for seq in own if seq.running]
+        if any([seq.stops_at_text for seq in running]):
+            return None
+        if last.n_running <= last.exit_at or all(seq.remaining <= most for seq in running):
+            return None  # it ends them, or stops for a smaller batch
+        return self.runner.decode_next(params, last) if self.scheduler.extend(2 * most) else None
+
     def _prefill(self, params: Tree, work: list[PrefillWork]) -> None:
         """Runs the copies and the prefill of each replica."""
         self._copy(work)
@@ -294,7 +353,7 @@ class PagedEngine:
             rows = [own[bucket:] for own in rows]
         self._copy_prefilled(work)
 
-    def _mixed(self, params: Tree, plans: list[DispatchPlan]) -> DecodeOutput:
+    def _mixed(self, params: Tree, plans: list[DispatchPlan]) -> DecodeRound:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
         work, seqs = [p.prefill for p in plans], [p.previously_running for p in plans]
         variant = self._variant(seqs)
@@ -303,9 +362,9 @@ class PagedEngine:
             return self._decode(params, seqs, n_steps=1)
         self._copy(work)
         rows = self._prefill_rows(work)
-        output = self.runner.mixed(params, rows, seqs, **variant)
+        dispatched = self.runner.mixed(params, rows, seqs, **variant)
         self._copy_prefilled(work)
-        return output
+        return dispatched
 
     def _prefill_rows(self, work: list[PrefillWork]) -> list[list[PrefillChunk]]:
         """The prefill rows of each replica."""
@@ -315,15 +374,15 @@ class PagedEngine:
 
     def _copy(self, work: list[PrefillWork]) -> None:
         """The copies before prefill."""
-        _in_calls(self.runner.copy_pages, [own.copies for own in work])
-        _in_calls(self.runner.copy_states, [own.state_copies for own in work])
+        in_calls(self.runner.copy_pages, [own.copies for own in work])
+        in_calls(self.runner.copy_states, [own.state_copies for own in work])
 
     def _copy_prefilled(self, work: list[PrefillWork]) -> None:
         """The copies of pages and states that prefill wrote."""
-        _in_calls(self.runner.copy_pages, [own.post_prefill_copies for own in work])
-        _in_calls(self.runner.copy_states, [own.post_prefill_state_copies for own in work])
+        in_calls(self.runner.copy_pages, [own.post_prefill_copies for own in work])
+        in_calls(self.runner.copy_states, [own.post_prefill_state_copies for own in work])
 
-    def _decode(self, params: Tree, seqs: list[list[Sequence]], n_steps: int) -> DecodeOutput:
+    def _decode(self, params: Tree, seqs: list[list[Sequence]], n_steps: int) -> DecodeRound:
         if any(seq.allowed is not None for own in seqs for seq in own):
             # A grammar allows one token per dispatch; the others decode one step meanwhile.
             n_steps = min(n_steps, 1 + self.rollout.spec_tokens)
@@ -335,45 +394,59 @@ class PagedEngine:
 
     # Results
 
+    def _read(self, dispatched: DecodeRound) -> list[Generated]:
+        """Waits for the tokens of a round. Gives them to the scheduler and returns them by slot.
+
+        Those of sequences that have ended or were cancelled after it was dispatched are dropped.
+        """
+        try:
+            return self._advance(dispatched.seqs, self.runner.read(dispatched))
+        except BaseException:
+            self.release()  # the device may be ahead of the scheduler
+            raise
+
     def _advance(self, seqs: list[list[Sequence]], output: DecodeOutput) -> list[Generated]:
-        """Gives the sampled tokens to the scheduler. Returns them by slot."""
         self._count(seqs, output)
-        bucket = len(output.tokens) // len(seqs)
-        return [
-            self._advance_one(r, seq, output, row=r * bucket + b)
-            for r, own in enumerate(seqs)
-            for b, seq in enumerate(own)
-        ]
+        bucket, generated = len(output.tokens) // len(seqs), []
+        n_new, stopped = output.n_new.tolist(), output.stopped.tolist()
+        for r, own in enumerate(seqs):
+            for row, seq in enumerate(own, r * bucket):
+                if seq.running and n_new[row]:
+                    new = self._advance_one(r, seq, output, row, n_new[row], stopped[row])
+                    generated.append(new)
+        return generated
 
     def _advance_one(
-        self, replica: int, seq: Sequence, output: DecodeOutput, *, row: int
+        self,
+        replica: int,
+        seq: Sequence,
+        output: DecodeOutput,
+        row: int,
+        n_new: int,
+        stopped: bool,
     ) -> Generated:
-        n_new, request = int((output.tokens[row] >= 0).sum()), seq.request
-        new, error = output.tokens[row, :n_new].copy(), ""
-        finish = "length" if n_new == seq.remaining else ""
-        if not request.ignore_stop and new[-1] in stop_ids(request, self.eos_ids):
-            finish = "stop"
-        if not finish:
+        """Thousands are made per dispatch: arrays are views of the output's."""
+        new, error = output.tokens[row, :n_new], ""
+        finish = "stop" if stopped else "length" if n_new == seq.remaining else ""
+        if seq.allowed is not None and not finish:
             try:
                 seq.follow_grammar(new.tolist())
             except GrammarError as failed:
                 finish, error = "error", str(failed)
         return Generated(
-            slot=self.scheduler.advance(replica, seq, new.tolist(), finish),
+            slot=self.scheduler.advance(replica, seq, new, finish),
             tokens=new,
-            logp=output.logp[row, :n_new].copy(),
-            behavior_logp=output.behavior_logp[row, :n_new].copy(),
+            logp=output.logp[row, :n_new],
+            behavior_logp=output.behavior_logp[row, :n_new],
             finish=finish,
-            support=self._support(output, row, n_new),
-            top=output.top_tokens(row, n_new) if request.top_logprobs else None,
+            support=self._support(output, row, n_new) if self.keep_support else None,
+            top=output.top_tokens(row, n_new) if seq.request.top_logprobs else None,
             error=error,
             version=self.scheduler.version,
         )
 
-    def _support(self, output: DecodeOutput, row: int, n_new: int) -> TokenSets | None:
+    def _support(self, output: DecodeOutput, row: int, n_new: int) -> TokenSets:
         """The tokens that the filters kept at the new tokens of a row."""
-        if not self.keep_support:
-            return None
         if output.support is None:
             return unrestricted(n_new)
         return from_bits(output.support[:n_new, row])
@@ -384,56 +457,10 @@ class PagedEngine:
         used = self.scheduler.cache_utilization
         stats.n_steps += n_steps
         stats.n_batch_slots += len(output.tokens) * n_steps
-        stats.running += sum(map(len, seqs)) * n_steps
+        stats.running += sum([seq.running for own in seqs for seq in own]) * n_steps
         stats.waiting += self.scheduler.n_waiting * n_steps
         stats.cache_used += used * n_steps
         stats.cache_used_max = max(stats.cache_used_max, used)
         stats.n_tokens += output.n_tokens
         stats.n_draft_tokens += output.n_draft_tokens
         stats.n_accepted_tokens += output.n_accepted_tokens
-
-    def _check_request(self, request: Request) -> None:
-        n_adapters = self.cfg.lora.n_stacked if self.cfg.lora else 0
-        if not 0 <= request.adapter <= n_adapters:
-            raise ValueError(
-                f"adapter {request.adapter} of a request is not there; the engine has {n_adapters}"
-            )
-        if (n := len(stop_ids(request, self.eos_ids))) > MAX_STOP_IDS:
-            raise ValueError(
-                f"{n} stop token ids (end-of-sequence ids included), at most {MAX_STOP_IDS} are "
-                "supported; shorten config.rollout.sampling.stop_token_ids"
-            )
-        if _is_adjusted(request) and not self.adjustable:
-            raise ValueError(
-                "this engine was built without logit adjustments and top logprobs; set "
-                "adjustable=True"
-            )
-        if missing := [name for name in request.sampling.filters if name not in self.filters]:
-            raise ValueError(
-                f"this engine was built without the sampling filter {' and '.join(missing)} of a "
-                f"request; set filters={FILTERS}"
-            )
-        if request.adjustments and (n := len(request.adjustments.bias)) > MAX_BIAS:
-            raise ValueError(f"{n} tokens have a bias, at most {MAX_BIAS} are supported")
-
-
-def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
-    """Makes the copies of each replica, as many in one call as it takes."""
-    for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
-        copy([own[i : i + COPIES_PER_CALL] for own in copies])
-
-
-def _is_adjusted(request: Request) -> bool:
-    """Whether it needs the programs that change logits and return the most likely tokens."""
-    return request.adjustments is not None or request.top_logprobs
-
-
-def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:
-    if max_len > cfg.context_len:
-        raise ValueError(
-            f"prompt and response may take {max_len} tokens, the model supports {cfg.context_len}; "
-            "lower config.data.max_prompt_len or config.data.max_response_len"
-        )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "page_len", "steps_per_dispatch"):
-        if (value := getattr(rollout, name)) < 1:
-            raise ValueError(f"config.rollout.{name} is {value}; set it to 1 or more")

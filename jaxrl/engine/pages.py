@@ -210,14 +210,17 @@ class PagePool:
         """The device pages of a page, all of which it has: without a window, then by window."""
         return (page, *(window.device_page(page) for window in self.windows))
 
-    def tables(self, pages: Sequence[int], first: Sequence[int]) -> dict[int, list[int]]:
+    def tables(
+        self, pages: Sequence[int], first: Sequence[int], start: int = 0
+    ) -> dict[int, list[int]]:
         """The device pages of a sequence by window; 0 is that of the layers without one.
 
-        FREED is in the place of pages that no sequence sees.
+        Those from the index `start` on. FREED is in the place of pages that no sequence sees.
         """
-        found = {0: list(pages)}
+        found = {0: list(pages[start:])}
         for window, i in zip(self.windows, first, strict=True):
-            found[window.window] = [FREED] * i + [window.device_page(p) for p in pages[i:]]
+            seen = [window.device_page(p) for p in pages[max(i, start) :]]
+            found[window.window] = [FREED] * (i - start) + seen
         return found
 
     def add_prefix(self, tokens: np.ndarray, pages: Sequence[int], adapter: int = 0) -> list[int]:

@@ -91,7 +91,18 @@ class ReplicaScheduler:
         limit_prefill = any(s.running for s in self.schedulers)
         return [s.plan(limit_prefill=limit_prefill) for s in self.schedulers]
 
-    def advance(self, replica: int, seq: Sequence, tokens: list[int], finish: str) -> int:
+    def extend(self, n_steps: int) -> bool:
+        """Allocates the pages of steps that follow the last plan, if no plan has more to do.
+
+        See `Scheduler.can_extend`. Returns False and changes nothing if there must be a new plan.
+        """
+        if self._new or not all(s.can_extend(n_steps) for s in self.schedulers):
+            return False
+        for scheduler in self.schedulers:
+            scheduler.extend(n_steps)
+        return True
+
+    def advance(self, replica: int, seq: Sequence, tokens: np.ndarray, finish: str) -> int:
         """Appends the tokens that a dispatch sampled for a sequence. Returns its slot."""
         self.schedulers[replica].advance(seq, tokens, finish)
         key = (replica, seq.slot)

@@ -3,6 +3,8 @@
 import bisect
 import collections
 import dataclasses
+import itertools
+import operator
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from jaxrl.engine.api import Prefix, Request
 from jaxrl.engine.pages import OutOfPages, PagePool
 from jaxrl.engine.prefill import CachedPrefix, PrefillPlanner, PrefillWork, page_copy
 from jaxrl.engine.states import ZERO, StateSlots
+
+_by_slot = operator.attrgetter("slot")
 
 
 class Sequence:
@@ -21,16 +25,21 @@ class Sequence:
     def __init__(self, slot: int, request: Request):
         self.slot, self.request = slot, request
         self.n_tokens = len(request.tokens)
-        self._buffer = np.empty(self.n_tokens + request.max_tokens, np.int32)
+        self.max_tokens = self.n_tokens + request.max_tokens  # prompt included
+        self._buffer = np.empty(self.max_tokens, np.int32)
         self._buffer[: self.n_tokens] = request.tokens
         self.pages: list[int] = []
         self.first: tuple[int, ...] = ()  # by window, index of the first page that it still sees
-        self.tables: dict[int, list[int]] = {}  # `PagePool.tables`, as of the last plan
+        # int32 [pages of max_len], `PagePool.tables` of the pages while it runs, then zeros
+        self.tables: dict[int, np.ndarray] = {}
+        self.running = False  # whether it has pages, and dispatches decode it
         self.state = ZERO  # slot of its state while it runs; of models without one, always this
         self.mixed_versions = False  # its KV was computed by more than one policy version
         self.n_chunk_tokens = 0  # tokens prefilled in chunks while it was waiting
         grammar = request.adjustments and request.adjustments.grammar
         self._matcher = grammar.matcher() if grammar else None
+        self.stops_at_text = bool(request.sampling.stop)  # which the caller finds
+        self.packed = b""  # the columns of its request in a decode batch, once it was in one
         # uint32 [W], the tokens that the grammar allows next; None without a grammar
         self.allowed = self._matcher.allowed() if self._matcher else None
 
@@ -45,7 +54,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        return len(self._buffer) - self.n_tokens
+        return self.max_tokens - self.n_tokens
 
     @property
     def remaining_in_dispatch(self) -> int:
@@ -58,7 +67,7 @@ class Sequence:
             self._matcher.accept(tokens)
             self.allowed = self._matcher.allowed()
 
-    def append(self, tokens: list[int]) -> None:
+    def append(self, tokens: np.ndarray | list[int]) -> None:
         self._buffer[self.n_tokens : self.n_tokens + len(tokens)] = tokens
         self.n_tokens += len(tokens)
 
@@ -129,6 +138,9 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # both in order of submission
         self.version = 0  # policy version
+        # Whether decode steps were dispatched with a plan that continues the last one (`extend`).
+        self.ahead = False
+        self._stale = True  # whether a new plan may start sequences that the last one did not
         self.n_preempted = 0
         self.n_cached_tokens = 0
         self._next_slot = 0
@@ -142,6 +154,7 @@ class Scheduler:
         """Queues a request. Raises ValueError if it could never run."""
         seq = self._new_sequence(request)
         self.waiting.append(seq)
+        self._stale = True
         return seq.slot
 
     def set_version(self, version: int) -> None:
@@ -214,6 +227,8 @@ class Scheduler:
         if self.states is not None:
             seq.state = self._prefill.allocate_state(seq.pages, work)
             work.state_copies.append((prefix.state, seq.state))
+        self._write_tables(seq)
+        seq.running = self._stale = True
         self.running.append(seq)
         return seq.slot, work
 
@@ -223,9 +238,9 @@ class Scheduler:
         With `limit_prefill`, prefill is limited to the token budget of one dispatch. Raises
         OutOfPages if prefixes of `prefill` hold so many pages that nothing can run.
         """
+        self.ahead = False
         n_steps = self._reserve()
-        running = sorted(self.running, key=lambda seq: seq.slot)
-        plan = DispatchPlan(n_steps, previously_running=running)
+        plan = DispatchPlan(n_steps, previously_running=sorted(self.running, key=_by_slot))
         if limit_prefill and self.pool.keep:
             plan.prefill.row_budget = self.rows_per_dispatch
         # If pages are so scarce that steps were reduced, a new sequence would soon be preempted.
@@ -235,11 +250,24 @@ class Scheduler:
                     break
         if self.waiting and not self.running and not plan.full:
             self._start_with_one_step(plan)
-        self.running.sort(key=lambda seq: seq.slot)
-        for seq in self.running:
-            seq.tables = self.pool.tables(seq.pages, seq.first)
+        self.running.sort(key=_by_slot)
         plan.decode = list(self.running)
+        self._stale = plan.full
         return plan
+
+    def can_extend(self, n_steps: int) -> bool:
+        """Whether the running sequences may decode `n_steps` steps without another plan.
+
+        These are counted from the tokens that they have, so that they include the steps of
+        dispatches that were not read yet. No plan may have more to do for waiting sequences, and
+        pages must be free.
+        """
+        return not self._stale and sum(self._missing_pages(n_steps)) <= self.pool.n_free
+
+    def extend(self, n_steps: int) -> None:
+        """Allocates the pages of these steps, if `can_extend`."""
+        self._allocate(self._missing_pages(n_steps))
+        self.ahead = True
 
     def _start_with_one_step(self, plan: DispatchPlan) -> None:
         """Starts the first waiting sequence for one step.
@@ -253,7 +281,7 @@ class Scheduler:
                 "request does not fit in the others; release some or raise config.rollout.n_pages"
             )
 
-    def advance(self, seq: Sequence, tokens: list[int], finish: str) -> None:
+    def advance(self, seq: Sequence, tokens: np.ndarray | list[int], finish: str) -> None:
         """Appends the tokens that a dispatch sampled for a running sequence."""
         seq.append(tokens)
         if finish:
@@ -263,7 +291,7 @@ class Scheduler:
         """Cancels a waiting or running sequence. Raises KeyError if the slot has none."""
         for seq in self.running:
             if seq.slot == slot:
-                return self._end(seq)
+                return self._end(seq, keep_state=not self.ahead)
         for seq in self.waiting:
             if seq.slot == slot:
                 return self.waiting.remove(seq)
@@ -273,6 +301,7 @@ class Scheduler:
         self.pool.release(prefix.pages, prefix.first)
         if self.states is not None:
             self.states.free(prefix.state)
+        self._stale |= bool(self.waiting)
 
     def _new_sequence(self, request: Request) -> Sequence:
         self.check(request)
@@ -307,25 +336,43 @@ class Scheduler:
         Pages that no window reaches any more are released before. Halves the steps down to one
         before it preempts the newest sequence.
         """
-        for seq in self.running:
-            seq.first = self.pool.slide(seq.pages, seq.first, len(seq.cached_tokens()))
+        if self.pool.windows:
+            for seq in self.running:
+                seq.first = self.pool.slide(seq.pages, seq.first, seq.n_tokens - 1)
+                self._write_tables(seq)
         n_steps = self.steps_per_dispatch
-        while (need := self._missing_pages(n_steps)) > self.pool.n_free:
+        while (need := sum(missing := self._missing_pages(n_steps))) > self.pool.n_free:
             if n_steps > 1:
                 n_steps //= 2
             else:
                 self._preempt(self.running[-1], n_missing=need)
                 n_steps = self.steps_per_dispatch
-        for seq in self.running:
-            n = self.pool.pages_for(seq.n_cached_after(n_steps)) - len(seq.pages)
-            seq.pages += self.pool.allocate(max(n, 0))
+        self._allocate(missing)
         return n_steps
 
-    def _missing_pages(self, n_steps: int) -> int:
-        pages_for = self.pool.pages_for
-        return sum(
-            max(pages_for(seq.n_cached_after(n_steps)) - len(seq.pages), 0) for seq in self.running
-        )
+    def _missing_pages(self, n_steps: int) -> list[int]:
+        """The pages that each running sequence needs for more steps."""
+        n_tokens = np.array([seq.n_tokens for seq in self.running], np.int64)
+        limits = np.array([seq.max_tokens for seq in self.running], np.int64)
+        n_pages = np.array([len(seq.pages) for seq in self.running], np.int64)
+        n_cached = np.minimum(n_tokens + n_steps, limits) - 1
+        return np.maximum(-(-n_cached // self.pool.page_len) - n_pages, 0).tolist()
+
+    def _allocate(self, n_pages: list[int]) -> None:
+        """Gives each running sequence more pages."""
+        pages = iter(self.pool.allocate(sum(n_pages)))
+        for seq, n in zip(self.running, n_pages, strict=True):
+            if n:
+                start = len(seq.pages)
+                seq.pages += itertools.islice(pages, n)
+                self._write_tables(seq, start)
+
+    def _write_tables(self, seq: Sequence, start: int = 0) -> None:
+        """Updates the page tables of a running sequence from the page with this index on."""
+        for window, pages in self.pool.tables(seq.pages, seq.first, start).items():
+            if window not in seq.tables:
+                seq.tables[window] = np.zeros(self.pool.pages_for(self.max_len), np.int32)
+            seq.tables[window][start : len(seq.pages)] = pages
 
     def _preempt(self, seq: Sequence, n_missing: int) -> None:
         if len(self.running) == 1:
@@ -354,7 +401,8 @@ class Scheduler:
         self.n_cached_tokens += max(found.start - seq.n_chunk_tokens, 0)
         self._prefill.prefill(tokens, found, work, adapter)
         seq.pages, seq.first, seq.state = found.pages, found.first, found.state
-        seq.mixed_versions, seq.n_chunk_tokens = False, 0
+        seq.mixed_versions, seq.n_chunk_tokens, seq.running = False, 0, True
+        self._write_tables(seq)
         self.running.append(self.waiting.popleft())
         return True
 
@@ -373,17 +421,23 @@ class Scheduler:
         self.pool.release(found.pages, found.first)
         seq.n_chunk_tokens += len(chunk) - found.start
 
-    def _end(self, seq: Sequence) -> None:
-        """Releases the pages of a sequence, after adding them to the prefix cache if enabled."""
+    def _end(self, seq: Sequence, *, keep_state: bool = True) -> None:
+        """Releases the pages of a sequence, after adding them to the prefix cache if enabled.
+
+        Its state stays as a snapshot if `keep_state`: dispatches that were not read yet may have
+        changed it.
+        """
         self.running.remove(seq)
+        self._stale |= bool(self.waiting)
         tokens, adapter = seq.cached_tokens(), seq.request.adapter
         kept = self.pool.keep and not seq.mixed_versions
         self.pool.release_windows(seq.pages, seq.first)
         if kept:
             seq.pages = self.pool.add_prefix(tokens, seq.pages, adapter)
-        if self.states is not None and kept and len(tokens):
+        if self.states is not None and kept and keep_state and len(tokens):
             self._prefill.keep_state(seq.state, tokens, seq.pages, adapter, work=None)
         elif self.states is not None:
             self.states.free(seq.state)
         self.pool.release(seq.pages)
-        seq.pages, seq.first, seq.state = [], (), ZERO
+        seq.pages, seq.first, seq.state, seq.tables = [], (), ZERO, {}
+        seq.running = False

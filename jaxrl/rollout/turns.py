@@ -20,19 +20,48 @@ FIELDS = {  # the lists with one element per token, and their dtypes in a rollou
 }
 
 
-@dataclasses.dataclass(eq=False)
 class Response:
-    """A response that is being generated. It has the fields of `Rollout`."""
+    """A response that is being generated. It has the fields of `Rollout`.
 
-    prompt: Prompt
-    sample: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logp: list[float] = dataclasses.field(default_factory=list)
-    behavior_logp: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    loss_mask: list[bool] = dataclasses.field(default_factory=list)
-    support: list[TokenSets] = dataclasses.field(default_factory=list)  # [] if not recorded
-    finish: str = ""  # "" while unfinished
+    The tokens of dispatches stay in arrays until a list is read, which a response of a single turn
+    seldom needs before it ends.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample: int,
+        *,
+        support: Sequence[TokenSets] = (),
+        finish: str = "",
+        **lists: Sequence[Any],
+    ):
+        """`lists` are those of FIELDS, all or none, of a response that has tokens."""
+        self.prompt, self.sample = prompt, sample
+        self.support = list(support)  # [] if not recorded
+        self.finish = finish  # "" while unfinished
+        self._lists: dict[str, list[Any]] = {name: list(lists.get(name, ())) for name in FIELDS}
+        self._new: list[Generated] = []  # not in the lists yet
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._read()["tokens"]
+
+    @property
+    def logp(self) -> list[float]:
+        return self._read()["logp"]
+
+    @property
+    def behavior_logp(self) -> list[float]:
+        return self._read()["behavior_logp"]
+
+    @property
+    def versions(self) -> list[int]:
+        return self._read()["versions"]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        return self._read()["loss_mask"]
 
     @property
     def ended(self) -> bool:
@@ -40,54 +69,76 @@ class Response:
 
     def append(self, generated: Generated) -> None:
         """Appends the tokens of one dispatch."""
-        n = len(generated.tokens)
-        self.tokens += generated.tokens.tolist()
-        self.logp += generated.logp.tolist()
-        self.behavior_logp += generated.behavior_logp.tolist()
-        self.versions += [generated.version] * n
-        self.loss_mask += [True] * n
+        self._new.append(generated)
         if generated.support is not None:
             self.support.append(generated.support)
         self.finish = generated.finish
 
     def append_given(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the model did not sample. They have the version before them."""
-        n = len(tokens)
-        self.tokens += tokens
-        self.logp += [0.0] * n
-        self.behavior_logp += [0.0] * n
-        self.versions += self.versions[-1:] * n
-        self.loss_mask += [False] * n
+        n, lists = len(tokens), self._read()
+        lists["tokens"] += tokens
+        lists["logp"] += [0.0] * n
+        lists["behavior_logp"] += [0.0] * n
+        lists["versions"] += lists["versions"][-1:] * n
+        lists["loss_mask"] += [False] * n
         self.support.append(unrestricted(n))
 
     def extend(self, turn: "Response") -> None:
         """Appends the tokens of a turn."""
+        own, new = self._read(), turn._read()
         for name in FIELDS:
-            getattr(self, name).extend(getattr(turn, name))
+            own[name] += new[name]
         n = len(turn.tokens)
         self.support.append(join(turn.support, n) if turn.support else unrestricted(n))
 
     def cut(self, n: int) -> None:
         """Removes all tokens after the first `n`."""
-        for name in FIELDS:
-            del getattr(self, name)[n:]
+        for values in self._read().values():
+            del values[n:]
         if self.support:
             self.support = [join(self.support, n)]
 
     def freeze(self, decode: Decode, episode: Episode | None = None) -> Rollout:
         """The rollout of the response, whose tokens are then arrays."""
-        arrays: dict[str, Any] = {
-            name: np.array(getattr(self, name), dtype) for name, dtype in FIELDS.items()
-        }
+        arrays: dict[str, Any] = self._arrays()
         return Rollout(
             prompt=self.prompt,
             sample=self.sample,
             **arrays,
-            support=join(self.support, len(self.tokens)) if self.support else None,
+            support=join(self.support, len(arrays["tokens"])) if self.support else None,
             finish=self.finish,
             text=decode(arrays["tokens"]),
             episode=episode,
         )
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """FIELDS as arrays, without making lists of the tokens of dispatches."""
+        parts = {name: [np.array(self._lists[name], dtype)] for name, dtype in FIELDS.items()}
+        for new in self._new:
+            for name, values in _fields(new).items():
+                parts[name].append(values)
+        return {name: np.concatenate(found) for name, found in parts.items()}
+
+    def _read(self) -> dict[str, list[Any]]:
+        """The lists, with all tokens."""
+        for new in self._new:
+            for name, values in _fields(new).items():
+                self._lists[name] += values.tolist()
+        self._new.clear()
+        return self._lists
+
+
+def _fields(new: Generated) -> dict[str, np.ndarray]:
+    """FIELDS of the tokens of one dispatch."""
+    n = len(new.tokens)
+    return {
+        "tokens": new.tokens,
+        "logp": new.logp,
+        "behavior_logp": new.behavior_logp,
+        "versions": np.full(n, new.version, np.int32),
+        "loss_mask": np.ones(n, np.bool_),
+    }
 
 
 @dataclasses.dataclass(eq=False)
@@ -162,9 +213,11 @@ class ActiveTurns[O]:
     def _append(self, turn: ActiveTurn[O], generated: Generated) -> None:
         """Appends the tokens of one dispatch, up to the token that completes a stop string."""
         response = turn.response
-        n_old = len(response.tokens)
         response.append(generated)
-        end = stop_string_end(response.tokens, n_old, turn.stop, self.decode) if turn.stop else None
+        if not turn.stop:
+            return
+        n_old = len(response.tokens) - len(generated.tokens)
+        end = stop_string_end(response.tokens, n_old, turn.stop, self.decode)
         if end is not None:
             response.cut(end)
             response.finish = "stop"

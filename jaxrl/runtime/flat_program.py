@@ -6,6 +6,7 @@ once and passed to any number of calls.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,6 +42,25 @@ class FlatTree:
 def flatten(tree: Tree) -> FlatTree:
     """The tree as a `FlatTree`, unless it is one."""
     return tree if isinstance(tree, FlatTree) else FlatTree(*jax.tree.flatten(tree))
+
+
+class Flattened:
+    """Flattens the tree of the last call once, and forgets it when its owner drops it."""
+
+    def __init__(self):
+        self._kept: tuple[weakref.ref, FlatTree] | None = None
+
+    def __call__(self, tree: Tree) -> FlatTree:
+        """The tree as a `FlatTree`. It must not be changed in place."""
+        if self._kept is not None and self._kept[0]() is tree:
+            return self._kept[1]
+        flat = flatten(tree)
+        self._kept = weakref.ref(tree, self._forget), flat
+        return flat
+
+    def _forget(self, tree: weakref.ref) -> None:
+        if self._kept is not None and self._kept[0] is tree:
+            self._kept = None
 
 
 def unflatten(tree: Tree) -> Tree:

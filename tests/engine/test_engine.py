@@ -1,5 +1,6 @@
 """Tests of engine.py, model_runner.py, kv_pool.py, batches.py, programs.py and decode_loop.py."""
 
+import collections
 import dataclasses
 
 import jax
@@ -215,15 +216,15 @@ def test_decode_copies_neither_weights_nor_pool(llama):
     cfg, params = llama
     engine = make_engine(resized(cfg, V=4096, F=2048), n_pages=256)
     params = make_params(engine.cfg)
-    compiled = programs.decode.lower(
+    decode = programs.engine_program(
+        "decode", rules=engine.pool.rules, implementation=None, max_steps=8
+    )
+    compiled = decode.lower(
         params,
         engine.runner.allocated_cache(),
         engine.runner.decode_batch([[]], 8),
         np.int32(8),
         np.int32(0),
-        rules=engine.pool.rules,
-        implementation=None,
-        max_steps=8,
     ).compile()
     memory = compiled.memory_analysis()
     pool_bytes = engine.pool.bytes_per_device.of_pages(256)
@@ -231,6 +232,44 @@ def test_decode_copies_neither_weights_nor_pool(llama):
     one_layers_pool = pool_bytes // (2 * cfg.L)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert memory.temp_size_in_bytes < min(one_layers_pool, weights)
+
+
+def generated_in_turns(engine: PagedEngine, weights: list, at: int) -> dict:
+    """All that the engine generates by slot and version, as tokens and logprobs.
+
+    Version 1 and `weights[1]` follow before the call `at`, where one of the requests is cancelled.
+    """
+    slots = [engine.submit(r) for r in make_requests(4, max_tokens=60, ignore_stop=True)]
+    found, n_calls = collections.defaultdict(lambda: ([], [])), 0
+    while engine.n_unfinished:
+        if n_calls == at:
+            engine.set_version(1)
+            engine.free(slots[1])
+        for out in engine.generate(weights[n_calls >= at]):
+            found[out.slot, out.version][0].extend(out.tokens.tolist())
+            found[out.slot, out.version][1].extend(out.logp.tolist())
+        n_calls += 1
+    assert engine.scheduler.pool.n_used == 0
+    return dict(found)
+
+
+def test_rounds_that_are_dispatched_ahead_change_no_result_and_old_weights_none(llama, monkeypatch):
+    cfg, params = llama
+    weights = [params, jax.tree.map(lambda w: w * 1.5, params)]
+    ahead = make_engine(cfg)
+    results = generated_in_turns(ahead, weights, at=3)
+    monkeypatch.setattr(PagedEngine, "_dispatch_next", lambda *_: None)
+    assert results == generated_in_turns(make_engine(cfg), weights, at=3)
+    assert {version for _, version in results} == {0, 1}
+
+
+def test_a_round_with_a_stop_string_is_read_before_the_next_one(llama):
+    cfg, params = llama
+    for stop in ((), ("x",)):
+        engine = make_engine(cfg)
+        engine.submit(make_requests(1, max_tokens=60, sampling=SamplingConfig(stop=stop))[0])
+        engine.generate(params)
+        assert (engine._ahead is None) == bool(stop)
 
 
 def test_nothing_compiles_after_warmup(llama):
@@ -370,7 +409,7 @@ def test_a_failed_dispatch_leaves_an_engine_that_works(llama, monkeypatch):
     engine = make_engine(cfg)
     want = run(engine, params, make_requests(2))
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "decode", lambda *_, **__: 1 / 0)
+        patch.setitem(engine.runner._programs, "decode", lambda *_: 1 / 0)
         engine.submit(make_requests(1)[0])
         with pytest.raises(ZeroDivisionError):
             engine.generate(params)

@@ -5,6 +5,7 @@ are compared with a model of device memory that has no tree and no reference cou
 """
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -112,6 +113,16 @@ class Device:
         self.copy(work.post_prefill_copies)
         for source, target in work.post_prefill_state_copies:
             self.slots[target] = self.slots[source]
+
+
+@dataclasses.dataclass
+class Decoded:
+    """A sequence after a dispatch: all its tokens, the KV that it wrote, why it ended."""
+
+    seq: Sequence
+    tokens: list[int]
+    keys: list
+    finish: str
 
 
 class Machine(RuleBasedStateMachine):
@@ -253,33 +264,63 @@ class Machine(RuleBasedStateMachine):
         rows, n_steps = (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)
         if plan.previously_running or not plan.full:
             self.check_progress(rows)
-        for seq in rows:
-            made = data.draw(st.lists(TOKENS, min_size=1, max_size=n_steps))[: seq.remaining]
-            self.decode(seq, made, n_steps, stops=data.draw(st.booleans()))
+        first = [self.decode(seq, seq.tokens.tolist(), n_steps, data) for seq in rows]
+        second = []
+        if not plan.full and data.draw(st.booleans()) and self.s.can_extend(2 * n_steps):
+            self.s.extend(2 * n_steps)
+            unfinished = [one for one in first if not one.finish]
+            second = [self.decode(one.seq, one.tokens, n_steps, data) for one in unfinished]
+        self.read(first)
+        if second:
+            self.read_ahead(second, data)
 
     # Effects of an event
 
-    def decode(self, seq: Sequence, made: list[int], n_steps: int, *, stops: bool) -> None:
+    def decode(self, seq: Sequence, tokens: list[int], n_steps: int, data) -> "Decoded":
         """Every step writes the KV of the last token and of draft tokens, then samples a token.
 
         All draft tokens are wrong; there are as many as further tokens may follow in this dispatch.
+        Without `data`, as many tokens as possible are sampled.
         """
-        most = min(n_steps, seq.remaining)
-        for n, token in enumerate([seq.last_token, *made[:-1]]):
-            i = len(self.keys[seq.slot])
-            self.device.write(seq.tables, i, token, self.version)
-            for ahead in range(1, min(self.n_drafts, most - n - 1) + 1):
+        most, start = min(n_steps, seq.max_tokens - len(tokens)), len(tokens) - 1
+        drawn = data.draw(st.lists(TOKENS, min_size=1, max_size=n_steps)) if data else [1] * most
+        tokens, keys = [*tokens, *drawn[:most]], []
+        for i in range(start, len(tokens) - 1):
+            self.device.write(seq.tables, i, tokens[i], self.version)
+            for ahead in range(1, min(self.n_drafts, start + most - i - 1) + 1):
                 self.device.write(seq.tables, i + ahead, WRONG, self.version)
-            self.keys[seq.slot].append(self.device.read(seq.tables, i))
+            keys.append(self.device.read(seq.tables, i))
             if self.s.states is not None:
-                versions, tokens = self.device.slots[seq.state]
-                self.device.slots[seq.state] = versions | {self.version}, (*tokens, token)
-        finish = "length" if len(made) == seq.remaining else "stop" * stops
-        self.s.advance(seq, made, finish)
-        if finish:
-            request = self.unfinished.pop(seq.slot)
-            assert seq.n_tokens <= len(request.tokens) + request.max_tokens
-            self.turns.append(seq.tokens.tolist())
+                versions, before = self.device.slots[seq.state]
+                self.device.slots[seq.state] = versions | {self.version}, (*before, tokens[i])
+        stops = data is not None and data.draw(st.booleans())
+        finish = "length" if len(tokens) == seq.max_tokens else "stop" * stops
+        return Decoded(seq, tokens, keys, finish)
+
+    def read(self, decoded: list["Decoded"]) -> None:
+        """The tokens of a dispatch reach the scheduler, except those of cancelled sequences."""
+        for one in decoded:
+            seq = one.seq
+            if seq.slot not in self.unfinished:
+                continue
+            self.keys[seq.slot] += one.keys
+            self.s.advance(seq, one.tokens[seq.n_tokens :], one.finish)
+            if one.finish:
+                request = self.unfinished.pop(seq.slot)
+                assert seq.n_tokens <= len(request.tokens) + request.max_tokens
+                self.turns.append(seq.tokens.tolist())
+
+    def read_ahead(self, decoded: list["Decoded"], data) -> None:
+        """A dispatch that followed another unread one: read, or dropped because weights change."""
+        event = data.draw(st.sampled_from(["", "cancel", "submit", "weights"]))
+        if event == "cancel" and self.unfinished:
+            self.cancel(data)
+        elif event == "submit":
+            self.submit(data.draw(PROMPTS), 4, 1)
+        if event == "weights" and self.s.states is None:
+            self.publish_weights(self.version + 1)
+        else:
+            self.read(decoded)
 
     def expect_keys(self, running: list[Sequence]) -> None:
         """A sequence that starts finds all its KV, of the current policy version."""
@@ -431,8 +472,7 @@ class Machine(RuleBasedStateMachine):
             rows, n_steps = (
                 (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)
             )
-            for seq in rows:
-                self.decode(seq, [1] * min(n_steps, seq.remaining), n_steps, stops=False)
+            self.read([self.decode(seq, seq.tokens.tolist(), n_steps, None) for seq in rows])
         assert self.s.n_unfinished == 0
         pool = self.s.pool
         assert pool.n_used == 0

@@ -73,6 +73,24 @@ def test_logprobs_are_the_trainers_with_shared_prompts_preemption_and_few_snapsh
 
 
 @pytest.mark.thorough
+def test_a_round_that_is_ahead_is_kept_when_weights_change(hybrid):
+    """States cannot go back: its tokens have the old version, and are returned next."""
+    engine, requests = make_engine(HYBRID, **SIZES), make_requests(2, max_tokens=60)
+    slots = [engine.submit(dataclasses.replace(r, ignore_stop=True)) for r in requests]
+    made = {slot: ([], []) for slot in slots}
+    while engine.n_unfinished:
+        for out in engine.generate(hybrid):
+            made[out.slot][0].extend(out.tokens.tolist())
+            made[out.slot][1].extend([out.version] * len(out.tokens))
+        engine.set_version(1)  # for the first time after the first round
+    want = run(make_engine(HYBRID, **SIZES), hybrid, requests)
+    steps = engine.rollout.steps_per_dispatch
+    for slot, (tokens, _, _) in zip(slots, want, strict=True):
+        assert made[slot][0][: len(tokens)] == tokens
+        assert made[slot][1] == [0] * 2 * steps + [1] * (60 - 2 * steps)
+
+
+@pytest.mark.thorough
 def test_layers_in_a_list_and_in_stacks_give_the_same(hybrid):
     requests = make_requests(4)
     cfg = dataclasses.replace(HYBRID, stacked=False)

@@ -1,11 +1,13 @@
 """Tests of jaxrl/runtime/flat_program.py."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.runtime.flat_program import FlatProgram, flatten, unflatten
+from jaxrl.runtime.flat_program import FlatProgram, Flattened, flatten, unflatten
 
 TREE = {"b": [jnp.ones(2), jnp.zeros(3)], "a": None}
 
@@ -50,3 +52,19 @@ def test_programs_and_their_arguments_keep_the_names_of_the_trees():
 def test_a_missing_argument_is_an_error():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
         FlatProgram(first)(TREE)
+
+
+def test_a_tree_is_flattened_once_and_not_kept_alive():
+    class Model(dict):
+        """A tree that weak references can refer to, as modules are."""
+
+    jax.tree_util.register_pytree_node(
+        Model, lambda model: (list(model.values()), tuple(model)), lambda keys, values: Model()
+    )
+    flat, model = Flattened(), Model(a=np.ones(3))
+    array = weakref.ref(model["a"])
+    assert flat(model) is flat(model)
+    other = Model(a=np.zeros(2))
+    assert flat(other).leaves[0] is other["a"] and flat(model).leaves[0] is model["a"]
+    del model
+    assert array() is None

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from jaxrl.engine.device.adjustments import MAX_BIAS, Adjustments
 from jaxrl.engine.device.decode_loop import DecodeBatch
 from jaxrl.engine.device.kv_pool import window_page_counts
 from jaxrl.engine.device.programs import PrefillBatch
-from jaxrl.engine.device.sampling import SamplingParams
+from jaxrl.engine.device.sampling import FILTERS, SamplingParams
 from jaxrl.engine.prefill import PrefillChunk
 from jaxrl.engine.scheduler import Sequence as RunningSequence
 from jaxrl.models.config import DecoderConfig
@@ -130,7 +130,7 @@ def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> Pr
             positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
     ids = [0 if row is None else row.adapter for row in rows]
     adapters = np.array(ids, np.int32) if shapes.adapters else None
-    tables = _page_tables(rows, shapes)
+    tables = _prefill_tables(rows, shapes)
     return PrefillBatch(tokens, positions, tables, adapters, _prefill_slots(rows, shapes))
 
 
@@ -142,54 +142,79 @@ def _prefill_slots(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> P
 
 
 def decode_batch(
-    rows: list[RunningSequence | None],
+    by_replica: list[list[RunningSequence]],
+    bucket: int,
     shapes: DispatchShapes,
     eos_ids: tuple[int, ...],
     *,
     adjusted: bool,
     filters: tuple[str, ...],
 ) -> DecodeBatch:
-    """The arrays of the next decode step of each sequence, None being padding.
+    """The arrays of the next decode step of each sequence, `bucket` rows per replica.
 
     They have adjustments if `adjusted`, and of the sampling filters those in `filters`.
     """
-    column = functools.partial(_column, rows)
-    stops = np.full((len(rows), MAX_STOP_IDS), -1, np.int32)
-    for b, row in enumerate(rows):
-        if row is not None and not row.request.ignore_stop:
-            ids = stop_ids(row.request, eos_ids)
-            stops[b, : len(ids)] = ids
+    seqs = [seq for own in by_replica for seq in own]
+    places = [r * bucket + b for r, own in enumerate(by_replica) for b in range(len(own))]
+    index, n_rows = np.array(places, np.int64), len(by_replica) * bucket
+
+    def column(dtype: type, pad: int, values: list[int]) -> np.ndarray:
+        whole = np.full(n_rows, pad, dtype)
+        whole[index] = values
+        return whole
+
+    requests = np.full(n_rows, PADDING)
+    requests[index] = np.frombuffer(
+        b"".join([seq.packed or _pack(seq, eos_ids) for seq in seqs]), REQUEST
+    )
+    fixed = {name: np.ascontiguousarray(requests[name]) for name in requests.dtype.names or ()}
+    rows = pad_replicas(by_replica, bucket) if shapes.keep_history or adjusted else []
     return DecodeBatch(
-        token=column(np.int32, 0, lambda seq: seq.last_token),
-        position=column(np.int32, -1, lambda seq: seq.n_tokens - 1),
-        remaining=column(np.int32, 0, lambda seq: seq.remaining_in_dispatch),
-        seed=column(np.uint32, 0, lambda seq: seq.request.seed & UINT32),
-        prompt_id=column(np.uint32, 0, lambda seq: seq.request.prompt_id & UINT32),
-        sample=column(np.uint32, 0, lambda seq: seq.request.sample),
-        stop_ids=stops,
-        page_tables=_page_tables(rows, shapes),
-        sampling=_sampling_params(rows, filters),
-        history=_history(rows, shapes.history_len) if shapes.keep_history or adjusted else None,
+        token=column(np.int32, 0, [seq.last_token for seq in seqs]),
+        position=column(np.int32, -1, [seq.n_tokens - 1 for seq in seqs]),
+        remaining=column(np.int32, 0, [seq.remaining_in_dispatch for seq in seqs]),
+        seed=fixed["seed"],
+        prompt_id=fixed["prompt_id"],
+        sample=fixed["sample"],
+        stop_ids=fixed["stop_ids"],
+        page_tables=decode_tables(by_replica, bucket, shapes),
+        sampling=SamplingParams(fixed["temperature"], **{name: fixed[name] for name in filters}),
+        history=_history(rows, shapes.history_len) if rows else None,
         adjustments=_adjustments(rows, shapes.n_vocab) if adjusted else None,
-        adapter=column(np.int32, 0, lambda seq: seq.request.adapter) if shapes.adapters else None,
-        slots=column(np.int32, 0, lambda seq: seq.state) if shapes.states else None,
+        adapter=fixed["adapter"] if shapes.adapters else None,
+        slots=column(np.int32, 0, [seq.state for seq in seqs]) if shapes.states else None,
     )
 
 
-def _sampling_params(
-    rows: list[RunningSequence | None], filters: tuple[str, ...]
-) -> SamplingParams:
-    """The SamplingConfig of each row, without filters that are not in `filters`."""
-    column = functools.partial(_column, rows)
-    all_filters = {
-        "top_k": column(np.int32, 0, lambda seq: seq.request.sampling.top_k),
-        "top_p": column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
-        "min_p": column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
-    }
-    return SamplingParams(
-        column(np.float32, 0, lambda seq: seq.request.sampling.temperature),
-        **{name: all_filters[name] for name in filters},
-    )
+# The columns of a decode batch that a request has from its start to its end.
+REQUEST = np.dtype(
+    [
+        ("seed", np.uint32),
+        ("prompt_id", np.uint32),
+        ("sample", np.uint32),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("adapter", np.int32),
+        ("stop_ids", np.int32, MAX_STOP_IDS),
+    ]
+)
+PADDING = np.array((0, 0, 0, 0, 0, 1, 0, 0, -1), REQUEST)
+
+
+def _pack(seq: RunningSequence, eos_ids: tuple[int, ...]) -> bytes:
+    """The REQUEST of a sequence, which keeps it."""
+    request, sampling, row = seq.request, seq.request.sampling, PADDING.copy()
+    row["seed"], row["prompt_id"] = request.seed & UINT32, request.prompt_id & UINT32
+    row["sample"], row["adapter"] = request.sample, request.adapter
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        row[name] = getattr(sampling, name)
+    if not request.ignore_stop:
+        ids = stop_ids(request, eos_ids)
+        row["stop_ids"][: len(ids)] = ids
+    seq.packed = row.tobytes()
+    return seq.packed
 
 
 def _adjustments(rows: list[RunningSequence | None], n_vocab: int) -> Adjustments:
@@ -244,8 +269,23 @@ def _history(rows: list[RunningSequence | None], length: int) -> np.ndarray:
     return tokens
 
 
-def _page_tables(
-    rows: Sequence[PrefillChunk | RunningSequence | None], shapes: DispatchShapes
+def decode_tables(
+    by_replica: list[list[RunningSequence]], bucket: int, shapes: DispatchShapes
+) -> dict[int, np.ndarray]:
+    """The page tables of the sequences, by window; zeros for those that have ended."""
+    none = np.zeros(shapes.max_pages_per_seq, np.int32)
+    shape = len(by_replica), bucket, shapes.max_pages_per_seq
+    tables = {window: np.zeros(shape, np.int32) for window in shapes.windows}
+    for window, table in tables.items():
+        for rows, own in zip(table, by_replica, strict=True):
+            if own:
+                found = [seq.tables.get(window, none) for seq in own]
+                np.stack(found, out=rows[: len(own)])
+    return {window: table.reshape(-1, shape[-1]) for window, table in tables.items()}
+
+
+def _prefill_tables(
+    rows: list[PrefillChunk | None], shapes: DispatchShapes
 ) -> dict[int, np.ndarray]:
     shape = len(rows), shapes.max_pages_per_seq
     tables = {window: np.zeros(shape, np.int32) for window in shapes.windows}
@@ -253,3 +293,57 @@ def _page_tables(
         for window, pages in row.tables.items() if row is not None else ():
             tables[window][b, : len(pages)] = pages
     return tables
+
+
+def check_limits(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:
+    """Raises ValueError for limits of an engine that are impossible."""
+    if max_len > cfg.context_len:
+        raise ValueError(
+            f"prompt and response may take {max_len} tokens, the model supports {cfg.context_len}; "
+            "lower config.data.max_prompt_len or config.data.max_response_len"
+        )
+    for name in ("max_num_seqs", "max_num_batched_tokens", "page_len", "steps_per_dispatch"):
+        if (value := getattr(rollout, name)) < 1:
+            raise ValueError(f"config.rollout.{name} is {value}; set it to 1 or more")
+
+
+def check_request(
+    request: Request,
+    cfg: DecoderConfig,
+    eos_ids: tuple[int, ...],
+    *,
+    adjustable: bool,
+    filters: tuple[str, ...],
+) -> None:
+    """Raises ValueError if no row of a batch can have the request."""
+    n_adapters = cfg.lora.n_stacked if cfg.lora else 0
+    if not 0 <= request.adapter <= n_adapters:
+        raise ValueError(
+            f"adapter {request.adapter} of a request is not there; the engine has {n_adapters}"
+        )
+    if (n := len(stop_ids(request, eos_ids))) > MAX_STOP_IDS:
+        raise ValueError(
+            f"{n} stop token ids (end-of-sequence ids included), at most {MAX_STOP_IDS} are "
+            "supported; shorten config.rollout.sampling.stop_token_ids"
+        )
+    if _is_adjusted(request) and not adjustable:
+        raise ValueError(
+            "this engine was built without logit adjustments and top logprobs; set adjustable=True"
+        )
+    if missing := [name for name in request.sampling.filters if name not in filters]:
+        raise ValueError(
+            f"this engine was built without the sampling filter {' and '.join(missing)} of a "
+            f"request; set filters={FILTERS}"
+        )
+    if request.adjustments and (n := len(request.adjustments.bias)) > MAX_BIAS:
+        raise ValueError(f"{n} tokens have a bias, at most {MAX_BIAS} are supported")
+
+
+def adjusted_rows(seqs: list[list[RunningSequence]]) -> bool:
+    """Whether a sequence needs the programs with adjustments."""
+    return any(_is_adjusted(seq.request) for own in seqs for seq in own)
+
+
+def _is_adjusted(request: Request) -> bool:
+    """Whether it needs the programs that change logits and return the most likely tokens."""
+    return request.adjustments is not None or request.top_logprobs

@@ -54,6 +54,13 @@ class DecodeBatch:
     slots: types.Array = None  # int32 [B], of the sequences' states; None for models without any
 
     @property
+    def state(self) -> "DecodeState":
+        return DecodeState(self.token, self.position, self.remaining, self.history)
+
+    def with_state(self, state: "DecodeState") -> "DecodeBatch":
+        return dataclasses.replace(self, **vars(state))
+
+    @property
     def adapter_of_tokens(self) -> jax.Array | None:
         """int32 [B, 1], for one token per row."""
         return None if self.adapter is None else self.adapter[:, None]
@@ -69,6 +76,16 @@ class DecodeBatch:
         if self.adjustments is None or counts is None:
             return None
         return RowState(self.adjustments, counts, self.stop_ids, position)
+
+
+@struct.dataclass
+class DecodeState:
+    """The arrays of a `DecodeBatch` that decode steps change: those of the next dispatch."""
+
+    token: types.Array
+    position: types.Array  # -1 once the sequence has ended
+    remaining: types.Array
+    history: types.Array = None  # only with speculation
 
 
 @struct.dataclass
@@ -133,11 +150,11 @@ def decode_steps(
     implementation: str | None,
     max_steps: int,
     keep_support: bool = False,
-) -> tuple[KVCache, DispatchOutput]:
+) -> tuple[KVCache, DispatchOutput, DecodeState]:
     """Up to `n_steps` decode steps of one replica.
 
     Returns the cache and, for every step, the sampled token (-1 once the sequence has ended), the
-    bits of its float32 logprobs, and its support with `keep_support`.
+    bits of its float32 logprobs, and its support with `keep_support`; then the state after them.
     """
     replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
     keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
@@ -170,8 +187,8 @@ def decode_steps(
         DispatchOutput.empty(batch, max_steps, n_vocab=params.cfg.V, keep_support=keep_support),
     )
     condition = decode_loop_condition(n_steps, exit_at, replicas)
-    _, cache, *_, out = jax.lax.while_loop(condition, one_step, start)
-    return cache, out
+    _, cache, position, token, remaining, _, out = jax.lax.while_loop(condition, one_step, start)
+    return cache, out, DecodeState(token, position, remaining)
 
 
 def sample_tokens(

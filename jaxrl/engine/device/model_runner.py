@@ -8,18 +8,26 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.api import TopTokens
 from jaxrl.engine.device import programs
-from jaxrl.engine.device.batches import DispatchShapes, decode_batch, pad_replicas, prefill_batch
-from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput
+from jaxrl.engine.device.batches import (
+    DispatchShapes,
+    decode_batch,
+    decode_tables,
+    pad_replicas,
+    prefill_batch,
+)
+from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeState, DispatchOutput
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
 from jaxrl.engine.prefill import PageCopy, PrefillChunk, StateCopy
 from jaxrl.engine.scheduler import Sequence
 from jaxrl.models.kv_cache import KVCache
+from jaxrl.runtime.flat_program import Flattened, FlatTree, flatten, unflatten
 from jaxrl.types import Tree
 from sharding import on_mesh
 
@@ -37,10 +45,30 @@ class Dispatch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class DecodeRound:
+    """A dispatch with decode steps whose tokens were not read yet."""
+
+    seqs: list[list[Sequence]]
+    batch: DecodeBatch
+    output: DispatchOutput
+    n_steps: int = 1
+    exit_at: int = 0
+    state: DecodeState | None = None  # on the device, after its steps; None: mixed with prefill
+    adjusted: bool = False
+
+    @property
+    def n_running(self) -> int:
+        """Sequences of the replica that has most of them, without those that have ended."""
+        return max(sum([seq.running for seq in own]) for own in self.seqs)
+
+
+@dataclasses.dataclass(frozen=True)
 class DecodeOutput:
     """Sampled tokens of one dispatch, on the host."""
 
     tokens: np.ndarray  # int32 [B, n], without gaps, then -1
+    n_new: np.ndarray  # int64 [B], tokens of each row
+    stopped: np.ndarray  # bool [B], whether the last one is a stop token
     logp: np.ndarray  # float32 [B, n]
     behavior_logp: np.ndarray  # float32 [B, n]
     support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
@@ -51,7 +79,7 @@ class DecodeOutput:
 
     @property
     def n_tokens(self) -> int:
-        return int((self.tokens >= 0).sum())
+        return int(self.n_new.sum())
 
     def top_tokens(self, row: int, n: int) -> TopTokens | None:
         """The most likely tokens at the first `n` positions of a row."""
@@ -95,8 +123,12 @@ class ModelRunner:
         )
         model = {"rules": pool.rules, "implementation": implementation}
         samples = model | {"keep_support": keep_support}
-        decodes = {"max_steps": rollout.steps_per_dispatch, "speculation": self.speculation}
-        self._static: dict[str, dict[str, Any]] = {  # arguments of the programs
+        decodes = {
+            "max_steps": rollout.steps_per_dispatch,
+            "speculation": self.speculation,
+            "cuda_graph": rollout.cuda_graph,
+        }
+        static: dict[str, dict[str, Any]] = {  # arguments of the programs
             "prefill": model,
             "mixed": samples,
             "copy_pages": {
@@ -107,29 +139,36 @@ class ModelRunner:
             "copy_states": {"rules": pool.rules, "stacked": pool.cfg.stacked},
             "decode": samples | decodes,
         }
-        self._decode = programs.decode_as_graph if rollout.cuda_graph else programs.decode
-        self.cache: KVCache | None = None
+        self._programs = {
+            kind: programs.engine_program(kind, **values) for kind, values in static.items()
+        }
+        self._cache: FlatTree | None = None
+        self._flat = Flattened()  # of the parameters, which every call gets again
         self.device_s = 0.0  # wall time of program calls
         self._eos_ids, self._filters = eos_ids, filters
         self._filters_rollouts = bool(rollout.sampling.filters)
         self._n_pages, self._on_failure = n_pages, on_failure
 
-    def allocated_cache(self) -> KVCache:
+    @property
+    def cache(self) -> KVCache | None:
+        return unflatten(self._cache)
+
+    def allocated_cache(self) -> FlatTree:
         """The cache, allocated if there is none."""
-        if self.cache is None:
-            self.cache = self.pool.allocate(self._n_pages())
-        return self.cache
+        if self._cache is None:
+            self._cache = flatten(self.pool.allocate(self._n_pages()))
+        return self._cache
 
     def release(self) -> None:
         """Frees the memory of the cache."""
-        self.cache = None
+        self._cache = None
 
     def prefill(self, params: Tree, rows: list[list[PrefillChunk]], bucket: int) -> None:
         """Computes the KV of up to `bucket` prefill rows of each replica."""
         prefilled = self._prefill_batch(rows, bucket)
         with self._call():
             cache = self.allocated_cache()
-            self.cache = programs.prefill(params, cache, prefilled, **self._static["prefill"])
+            self._cache = self._programs["prefill"](self._flat(params), cache, prefilled)
 
     def mixed(
         self,
@@ -139,7 +178,7 @@ class ModelRunner:
         *,
         adjusted: bool = False,
         filtered: bool = False,
-    ) -> DecodeOutput:
+    ) -> DecodeRound:
         """Prefill rows and one decode step of `seqs` in one dispatch.
 
         Uses the largest buckets only: only long prompts are worth mixing with decode. `adjusted`
@@ -150,10 +189,10 @@ class ModelRunner:
         size = self.shapes.decode_buckets[-1]
         batch = self.decode_batch(seqs, size, adjusted=adjusted, filtered=filtered)
         with self._call():
-            self.cache, out = programs.mixed(
-                params, self.allocated_cache(), prefilled, batch, **self._static["mixed"]
+            self._cache, out = self._programs["mixed"](
+                self._flat(params), self.allocated_cache(), prefilled, batch
             )
-            return read_decode_output(out, seqs)
+        return DecodeRound(seqs, batch, out, adjusted=adjusted)
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
@@ -174,8 +213,7 @@ class ModelRunner:
 
     def _copy(self, kind: str, sources: Tree, targets: Tree) -> None:
         with self._call():
-            cache = self.allocated_cache()
-            self.cache = getattr(programs, kind)(cache, sources, targets, **self._static[kind])
+            self._cache = self._programs[kind](self.allocated_cache(), sources, targets)
 
     def decode(
         self,
@@ -187,22 +225,70 @@ class ModelRunner:
         exit_at: int,
         adjusted: bool = False,
         filtered: bool = False,
-    ) -> DecodeOutput:
+    ) -> DecodeRound:
         """Up to `n_steps` decode steps, until `exit_at` or fewer sequences of a replica run.
 
         `adjusted` and `filtered` select the program with adjustments and with filters.
         """
         batch = self.decode_batch(seqs, bucket, adjusted=adjusted, filtered=filtered)
         with self._call():
-            self.cache, out = self._decode(
-                params,
-                self.allocated_cache(),
-                batch,
-                np.int32(n_steps),
-                np.int32(exit_at),
-                **self._static["decode"],
+            batch = self._with_state(batch, jax.sharding.get_mesh(), _put)
+            return self._decode(params, seqs, batch, n_steps, exit_at, adjusted)
+
+    def decode_next(self, params: Tree, last: DecodeRound) -> DecodeRound:
+        """Dispatches as many steps after a round that was not read yet, for the same rows.
+
+        Those that have ended in it are padding: the device knows.
+        """
+        assert last.state is not None
+        bucket = len(last.batch.stop_ids) // len(last.seqs)
+        tables = decode_tables(last.seqs, bucket, self.shapes)
+        batch = last.batch.with_state(last.state)
+        batch = dataclasses.replace(batch, page_tables=tables)
+        with self._call():
+            return self._decode(params, last.seqs, batch, last.n_steps, last.exit_at, last.adjusted)
+
+    def read(self, dispatched: DecodeRound) -> DecodeOutput:
+        """Waits for the tokens of a round and copies them to the host."""
+        speculative = self.speculation is not None and dispatched.state is not None
+        with self._call():
+            return read_decode_output(
+                dispatched.output, dispatched.batch, dispatched.seqs, speculative=speculative
             )
-            return read_decode_output(out, seqs, speculative=self.speculation is not None)
+
+    def _with_state(
+        self, batch: DecodeBatch, mesh: Mesh, place: Callable[[np.ndarray, NamedSharding], Any]
+    ) -> DecodeBatch:
+        """The batch with its state placed as the decode program returns it.
+
+        So the first dispatch and those that continue it are one compiled program.
+        """
+
+        def placed(array: np.ndarray) -> Any:
+            return place(
+                array, NamedSharding(mesh, programs.state_spec(self.pool.rules, array.ndim))
+            )
+
+        return batch.with_state(jax.tree.map(placed, batch.state))
+
+    def _decode(
+        self,
+        params: Tree,
+        seqs: list[list[Sequence]],
+        batch: DecodeBatch,
+        n_steps: int,
+        exit_at: int,
+        adjusted: bool,
+    ) -> DecodeRound:
+        self._cache, out, state = self._programs["decode"](
+            self._flat(params),
+            self.allocated_cache(),
+            batch,
+            np.int32(n_steps),
+            np.int32(exit_at),
+        )
+        out.columns.copy_to_host_async()
+        return DecodeRound(seqs, batch, out, n_steps, exit_at, state, adjusted)
 
     def declared(self, *, adjustable: bool) -> list[Dispatch]:
         """Every program of the declared shapes; `adjustable` adds those with adjustments.
@@ -232,10 +318,10 @@ class ModelRunner:
         elif kind == "copy_states":
             self.copy_states(none)
         elif kind == "mixed":
-            self.mixed(params, none, none, adjusted=adjusted, filtered=filtered)
+            self.read(self.mixed(params, none, none, adjusted=adjusted, filtered=filtered))
         else:
             variant = {"adjusted": adjusted, "filtered": filtered}
-            self.decode(params, none, bucket, n_steps=0, exit_at=0, **variant)
+            self.read(self.decode(params, none, bucket, n_steps=0, exit_at=0, **variant))
 
     def lower_largest(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
         """`lower` of the largest program of a kind, for rollouts: without adjustments."""
@@ -252,8 +338,10 @@ class ModelRunner:
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
         state = (cache,) if program.kind in COPIES else (params, cache)
-        jitted = self._decode if program.kind == "decode" else getattr(programs, program.kind)
-        return jitted.lower(*state, *self._padding(program), **self._static[program.kind])
+        inputs = self._padding(program)
+        if program.kind == "decode":
+            inputs = self._with_state(inputs[0], mesh, _abstract), *inputs[1:]
+        return self._programs[program.kind].lower(*state, *inputs)
 
     def _padding(self, program: Dispatch) -> tuple[Any, ...]:
         """The inputs of a program without rows."""
@@ -284,8 +372,8 @@ class ModelRunner:
         adjusted: bool = False,
         filtered: bool = False,
     ) -> DecodeBatch:
-        rows, filters = pad_replicas(seqs, bucket), self._filters if filtered else ()
-        return decode_batch(rows, self.shapes, self._eos_ids, adjusted=adjusted, filters=filters)
+        filters, ids = self._filters if filtered else (), self._eos_ids
+        return decode_batch(seqs, bucket, self.shapes, ids, adjusted=adjusted, filters=filters)
 
     def _prefill_batch(self, rows: list[list[PrefillChunk]], bucket: int) -> PrefillBatch:
         return prefill_batch(pad_replicas(rows, bucket), self.shapes)
@@ -304,8 +392,26 @@ class ModelRunner:
             self.device_s += time.perf_counter() - start
 
 
+def in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
+    """Makes the copies of each replica, as many in one call as it takes."""
+    for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
+        copy([own[i : i + COPIES_PER_CALL] for own in copies])
+
+
+def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def _abstract(array: np.ndarray, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
 def read_decode_output(
-    output: DispatchOutput, seqs: list[list[Sequence]], *, speculative: bool = False
+    output: DispatchOutput,
+    batch: DecodeBatch,
+    seqs: list[list[Sequence]],
+    *,
+    speculative: bool = False,
 ) -> DecodeOutput:
     """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
 
@@ -321,19 +427,28 @@ def read_decode_output(
         top = np.asarray(top) if any(request.top_logprobs for request in requests) else None
     if not speculative:
         n_steps = int((out[0] >= 0).any(axis=0).sum())
-        return DecodeOutput(*_columns(out[..., :n_steps]), support, top, n_steps)
+        columns = out[..., : max(n_steps, 1)]  # a round may have made no step
+        return decode_output(columns, batch.stop_ids, support, top, n_steps)
     columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
-    n_accepted_tokens = int((columns[0] >= 0).sum() - n_passes.sum())
-    return DecodeOutput(
-        *_columns(columns),
-        support,
-        top,
-        int(n_passes.max()),
-        int(n_draft_tokens.sum()),
-        n_accepted_tokens,
+    found = decode_output(columns, batch.stop_ids, support, top, int(n_passes.max()))
+    return dataclasses.replace(
+        found,
+        n_draft_tokens=int(n_draft_tokens.sum()),
+        n_accepted_tokens=found.n_tokens - int(n_passes.sum()),
     )
 
 
-def _columns(out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    tokens, *bits = out
-    return tokens, *(column.view(np.float32) for column in bits)
+def decode_output(
+    columns: np.ndarray,
+    stop_ids: np.ndarray,
+    support: np.ndarray | None,
+    top: np.ndarray | None,
+    n_steps: int,
+) -> DecodeOutput:
+    """The output with these `Sample.columns` [3, B, n] of rows with stop ids [B, n_stop]."""
+    tokens, *bits = columns
+    n_new = np.sum(tokens >= 0, axis=1)
+    last = np.take_along_axis(tokens, np.maximum(n_new - 1, 0)[:, None], axis=1)
+    stopped = np.any((last == stop_ids) & (last >= 0), axis=1)
+    logp, behavior_logp = (column.view(np.float32) for column in bits)
+    return DecodeOutput(tokens, n_new, stopped, logp, behavior_logp, support, top, n_steps)

@@ -1,11 +1,10 @@
 """The compiled programs: prefill, prefill mixed with a decode step, page copies, decode.
 
-The KV cache is donated to each program, which updates it in place and returns it.
+The KV cache is donated to each program, which updates it in place and returns it, as a `FlatTree`.
 """
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput, decode_steps, sample_tokens
+from jaxrl.engine.device.decode_loop import (
+    DecodeBatch,
+    DecodeState,
+    DispatchOutput,
+    decode_steps,
+    sample_tokens,
+)
 from jaxrl.engine.device.sampling import row_keys
 from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
@@ -22,6 +27,7 @@ from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.kv_cache import JoinedPools, KVCache, of_window
 from jaxrl.models.paged import PageTables, PrefillSlots, forward_mixed, forward_paged
+from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -29,15 +35,27 @@ from sharding import Rules
 # weights are arguments, every decode step would copy those of q, k, v and of gate and up into one
 # array, which moves them three times instead of once. Other platforms ignore the option.
 COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0, **ROUND_AS_WRITTEN}
-engine_program = functools.partial(
-    jax.jit, compiler_options=COMPILER_OPTIONS, donate_argnames="cache"
-)
 # XLA's default kinds of operations in CUDA graphs, and loops.
 IN_GRAPHS = (
     "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "DYNAMIC_SLICE_FUSION",
     "COLLECTIVES_KERNEL", "WHILE",
 )  # fmt: skip
 GRAPH_OPTIONS = {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS)}
+
+
+@functools.cache
+def engine_program(kind: str, *, cuda_graph: bool = False, **static: Any) -> FlatProgram:
+    """The program of a function of this file, with values for its keyword arguments.
+
+    Engines of the same shapes share it. With `cuda_graph` its loops are in one CUDA graph.
+    """
+    functions = (prefill, mixed, copy_pages, copy_states, decode)
+    function = next(f for f in functions if f.__name__ == kind)
+    return FlatProgram(
+        functools.partial(function, **static),
+        compiler_options=COMPILER_OPTIONS | (GRAPH_OPTIONS if cuda_graph else {}),
+        donate_argnums=0 if function in (copy_pages, copy_states) else 1,
+    )
 
 
 @struct.dataclass
@@ -57,22 +75,29 @@ class PrefillBatch:
 
 
 def per_replica(
-    program: Callable, rules: Rules, *, cache_axis: int, n_inputs: int, returns_output: bool = False
+    program: Callable,
+    rules: Rules,
+    *,
+    cache_axis: int,
+    n_inputs: int,
+    output_axes: tuple[int, ...] = (),
 ) -> Callable:
     """`program(params, cache, *inputs)` of one replica, run by every replica on its shard.
 
     The pages of the cache (axis `cache_axis`) and the leading axis of the `n_inputs` input trees
-    are sharded over the replicas; parameters are replicated. Replicas communicate only to agree on
-    the end of a decode loop.
+    are sharded over the replicas, and so are the `output_axes` of what the program returns after
+    the cache; parameters are replicated. Replicas communicate only to agree on the end of a decode
+    loop.
     """
     axes = rules.mesh_axes("batch")
     if not axes:
         return program
     pages, by_row = jax.P(*(None,) * cache_axis, axes), jax.P(axes)
+    outputs = tuple(jax.P(*(None,) * axis, axes) for axis in output_axes)
     sharded = jax.shard_map(
         program,
         in_specs=(jax.P(), pages, *(by_row,) * n_inputs),
-        out_specs=(pages, jax.P(None, axes)) if returns_output else pages,
+        out_specs=(pages, *outputs) if outputs else pages,
         axis_names=set(axes),
         check_vma=False,
     )
@@ -83,11 +108,18 @@ def per_replica(
     return run
 
 
+def state_spec(rules: Rules, n_axes: int) -> jax.P:
+    """The sharding of an array of a `DecodeState`, as `decode` takes and returns it.
+
+    It names every axis, as that of a result does: another form would be another program.
+    """
+    return jax.P(rules.mesh_axes("batch") or None, *(None,) * (n_axes - 1))
+
+
 def _cache_axis(params: Decoder, cache: KVCache) -> int:
     return int(params.cfg.stacked and cache.joined is None)
 
 
-@functools.partial(engine_program, static_argnames=("rules", "implementation"))
 @jax.named_scope("rollout")
 def prefill(
     params: Decoder,
@@ -96,7 +128,7 @@ def prefill(
     *,
     rules: Rules,
     implementation: str | None,
-) -> KVCache:
+) -> FlatTree:
     """Writes the KV of the batch. Every layer writes that of all rows before any row attends."""
 
     def prefill_one(params: Decoder, cache: KVCache, batch: PrefillBatch) -> KVCache:
@@ -114,10 +146,9 @@ def prefill(
         return cache
 
     run = per_replica(prefill_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1)
-    return run(params, cache, batch)
+    return flatten(run(params, cache, batch))
 
 
-@functools.partial(engine_program, static_argnames=("rules", "implementation", "keep_support"))
 @jax.named_scope("rollout")
 def mixed(
     params: Decoder,
@@ -128,7 +159,7 @@ def mixed(
     rules: Rules,
     implementation: str | None,
     keep_support: bool = False,
-) -> tuple[KVCache, DispatchOutput]:
+) -> tuple[FlatTree, DispatchOutput]:
     """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
 
     def mixed_one(params: Decoder, cache: KVCache, prefilled: PrefillBatch, batch: DecodeBatch):
@@ -165,13 +196,12 @@ def mixed(
         return cache, out
 
     run = per_replica(
-        mixed_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=2, returns_output=True
+        mixed_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=2, output_axes=(1,)
     )
     cache, out = run(params, cache, prefilled, batch)
-    return cache, jax.reshard(out, jax.P())
+    return flatten(cache), jax.reshard(out, jax.P())
 
 
-@functools.partial(engine_program, static_argnames=("rules", "stacked", "windows"))
 @jax.named_scope("rollout")
 def copy_pages(
     cache: KVCache,
@@ -181,7 +211,7 @@ def copy_pages(
     rules: Rules,
     stacked: bool,
     windows: tuple[int, ...],
-) -> KVCache:
+) -> FlatTree:
     """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding.
 
     The pages are by window, as `PageTables`; `windows` has that of each layer.
@@ -215,7 +245,7 @@ def copy_pages(
         return dataclasses.replace(pages, states=cache.states)
 
     run = per_replica(copy_one, rules, cache_axis=len(lead), n_inputs=2)
-    return run(None, cache, sources, targets)
+    return flatten(run(None, cache, sources, targets))
 
 
 def _in_joined(ids: dict[int, Int[Array, "n"]], joined: JoinedPools) -> Int[Array, "m"]:
@@ -228,7 +258,6 @@ def _in_joined(ids: dict[int, Int[Array, "n"]], joined: JoinedPools) -> Int[Arra
     return jnp.concatenate(rows)
 
 
-@functools.partial(engine_program, static_argnames=("rules", "stacked"))
 @jax.named_scope("rollout")
 def copy_states(
     cache: KVCache,
@@ -237,7 +266,7 @@ def copy_states(
     *,
     rules: Rules,
     stacked: bool,
-) -> KVCache:
+) -> FlatTree:
     """Slot targets[i] <- slot sources[i] in every layer with a state, one i after the other."""
     axis = int(stacked)
 
@@ -252,13 +281,9 @@ def copy_states(
         return dataclasses.replace(cache, states=jax.tree.map(copy, cache.states))
 
     run = per_replica(copy_one, rules, cache_axis=axis, n_inputs=2)
-    return run(None, cache, sources, targets)
+    return flatten(run(None, cache, sources, targets))
 
 
-DECODE_STATIC = "rules", "implementation", "max_steps", "speculation", "keep_support"
-
-
-@functools.partial(engine_program, static_argnames=DECODE_STATIC)
 @jax.named_scope("rollout")
 def decode(
     params: Decoder,
@@ -272,11 +297,11 @@ def decode(
     max_steps: int,
     speculation: SpeculationConfig | None = None,
     keep_support: bool = False,
-) -> tuple[KVCache, DispatchOutput]:
+) -> tuple[FlatTree, DispatchOutput, DecodeState]:
     """Up to `n_steps` decode steps, until every replica runs `exit_at` sequences or fewer.
 
-    Returns the cache and the output of `decode_steps`, or of `speculative_steps` if `speculation`
-    is set; then a step samples up to 1 + speculation.n_tokens tokens.
+    Returns the cache, and the output and state of `decode_steps`, or of `speculative_steps` if
+    `speculation` is set; then a step samples up to 1 + speculation.n_tokens tokens.
     """
     steps: Callable = decode_steps
     if speculation is not None:
@@ -296,16 +321,8 @@ def decode(
         )
 
     run = per_replica(
-        decode_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1, returns_output=True
+        decode_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=1, output_axes=(1, 0)
     )
-    cache, out = run(params, cache, batch)
-    return cache, jax.reshard(out, jax.P())
-
-
-# As `decode`, with its loop in one CUDA graph.
-decode_as_graph = jax.jit(
-    jax.named_scope("rollout")(inspect.unwrap(decode)),
-    compiler_options=COMPILER_OPTIONS | GRAPH_OPTIONS,
-    donate_argnames="cache",
-    static_argnames=DECODE_STATIC,
-)
+    cache, out, state = run(params, cache, batch)
+    state = jax.tree.map(lambda a: jax.reshard(a, state_spec(rules, a.ndim)), state)
+    return flatten(cache), jax.reshard(out, jax.P()), state

@@ -21,6 +21,7 @@ from jaxtyping import Array, Int
 from jaxrl.engine.device.adjustments import RowState, count_drafts
 from jaxrl.engine.device.decode_loop import (
     DecodeBatch,
+    DecodeState,
     DispatchOutput,
     decode_loop_condition,
     sample_logits,
@@ -80,7 +81,7 @@ def speculative_steps(
     max_steps: int,
     config: SpeculationConfig,
     keep_support: bool = False,
-) -> tuple[KVCache, DispatchOutput]:
+) -> tuple[KVCache, DispatchOutput, DecodeState]:
     """Up to `max_steps` forward passes of one replica and `n_tokens` tokens per sequence.
 
     The output has, for every row, the sampled tokens and the bits of their logprobs without gaps,
@@ -158,9 +159,22 @@ def speculative_steps(
         jnp.zeros((N_COLUMNS, B), jnp.int32),
     )
     condition = decode_loop_condition(jnp.int32(max_steps), exit_at, replicas)
-    _, cache, *_, out, counts = jax.lax.while_loop(condition, one_pass, start)
+    end = jax.lax.while_loop(condition, one_pass, start)
+    _, cache, _, _, history, n_sampled, _, out, counts = end
     columns = jnp.concatenate([out.columns, counts[:, :, None]], axis=2)
-    return cache, dataclasses.replace(out, columns=columns)
+    state = _state_after(batch, history, n_sampled)
+    return cache, dataclasses.replace(out, columns=columns), state
+
+
+def _state_after(
+    batch: DecodeBatch, history: Int[Array, "B S"], n_sampled: Int[Array, "B"]
+) -> DecodeState:
+    """The state of rows that have sampled so many tokens: as the loop, but without its limit."""
+    position, remaining = batch.position + n_sampled, batch.remaining - n_sampled
+    token = jnp.take_along_axis(history, jnp.maximum(position, 0)[:, None], axis=1)
+    stopped = (n_sampled > 0) & jnp.any(token == batch.stop_ids, axis=1)
+    active = (batch.position >= 0) & ~stopped & (remaining > 0)
+    return DecodeState(token[:, 0], jnp.where(active, position, -1), remaining, history)
 
 
 def _write(
