@@ -2,6 +2,7 @@
 
 import argparse
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,7 +34,7 @@ def test_pairs_are_those_of_the_mask(kind, window):
     _, until, positions = make_row(shape, 0)
     oldest = np.maximum(positions - window + 1, 0) if window else np.zeros(512, int)
     place = np.arange(512)
-    mask = sees(place[:, None], oldest[:, None], place, until, positions)
+    mask = sees(*map(jnp.asarray, (place[:, None], oldest[:, None], place, until, positions)))
     assert count_pairs(shape, positions) == np.sum(mask)
 
 
