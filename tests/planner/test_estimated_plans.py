@@ -4,6 +4,7 @@ import dataclasses
 import math
 import pathlib
 import shlex
+import types
 
 import pytest
 
@@ -13,7 +14,7 @@ from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.estimate import estimate_memory, free_bytes, rollout_seconds, step_seconds
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.programs import Lengths
-from jaxrl.planner.sizes import CandidateSettings, Job, model_sizes
+from jaxrl.planner.sizes import Job, model_sizes, settings_of
 from jaxrl.planner.topology import Topology
 
 PLANS = pathlib.Path(__file__).parents[2] / "docs" / "plans"
@@ -34,7 +35,9 @@ class Stored:
         chip, shape = name.split(":")
         n_devices = math.prod(int(axis) for axis in shape.split("x"))
         platform = "tpu" if chip.startswith("v") else "cpu" if chip == "cpu" else "gpu"
-        return Topology(name, platform, CHIPS[chip], list(range(n_devices)))
+        node = CHIPS[chip].node or n_devices
+        devices = [types.SimpleNamespace(id=i, process_index=i // node) for i in range(n_devices)]
+        return Topology(name, platform, CHIPS[chip], devices)
 
     @property
     def job(self) -> Job:
@@ -58,22 +61,6 @@ def stored(name: str) -> Stored:
     )
 
 
-def settings(job: Job) -> CandidateSettings:
-    """The settings in the config of a job."""
-    cfg, n = job.cfg, len(job.machine.devices)
-    mesh = dataclasses.asdict(cfg.mesh)
-    others = math.prod(size for size in mesh.values() if size > 0)
-    return CandidateSettings(
-        {axis: size if size > 0 else n // others for axis, size in mesh.items()},
-        cfg.learner.token_budget,
-        cfg.learner.remat,
-        cfg.learner.offload,
-        cfg.learner.zero,
-        cfg.learner.mlp_chunk,
-        rollout_tensor=cfg.rollout.tensor,
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "rollout"),
     [
@@ -85,6 +72,7 @@ def settings(job: Job) -> CandidateSettings:
         ("grpo_7b.h100-1", 1.25),
         ("grpo_7b.v5p-4x4x4", 0.95),
         ("grpo_7b_h100.h100-64", 1.1),
+        ("grpo_qwen3_5_35b_a3b.v5p-4x4x4", 0.85),
         ("grpo_qwen3_5_35b_a3b_h100.h100-64", 0.95),
         ("grpo_qwen3_5_35b_a3b_lora.h100-8", 0.9),
         ("grpo_qwen3_5_9b_h100.h100-8", 0.95),
@@ -93,7 +81,7 @@ def settings(job: Job) -> CandidateSettings:
 def test_estimates_agree_with_compiled_plans(name, rollout):
     plan = stored(name)
     job = plan.job
-    chosen = settings(job)
+    chosen = settings_of(job)
     memory = estimate_memory(job, chosen)
     assert 0.9 < memory.update / plan.update_bytes < 1.3
     free = free_bytes(job, chosen, memory)
