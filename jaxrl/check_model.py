@@ -38,7 +38,8 @@ from jaxrl.models.families.entries import WITHOUT_EFFECT
 from jaxrl.models.files.hf_config import FAMILIES, config_path, folder_config, same_model
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.hf_save import save_model
-from jaxrl.models.files.safetensors import TensorInfo, map_tensor
+from jaxrl.models.files.quantized.scheme import folder_scheme, without_scheme
+from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, expected_shapes
 from jaxrl.models.files.weight_files import find_tensors, kept_tensors
@@ -111,7 +112,10 @@ def facts(folder: Path, cfg: DecoderConfig) -> Iterator[CheckRow]:
     yield CheckRow("layers", layers_text(cfg))
     yield CheckRow("parameters", f"{count_params(decoder_specs(cfg)):,}")
     yield CheckRow("context", f"{cfg.context_len:,} tokens")
-    yield CheckRow("config.json", entries_text(parse_json(config_path(folder).read_text()), cfg))
+    if scheme := folder_scheme(folder):
+        yield CheckRow("weights", f"{scheme.title}, dequantized to bfloat16; exports have no codes")
+    config = without_scheme(parse_json(config_path(folder).read_text()))
+    yield CheckRow("config.json", entries_text(config, cfg))
 
 
 def layers_text(cfg: DecoderConfig) -> str:
@@ -219,15 +223,15 @@ def check_export(model: LoadedModel) -> CheckRow:
     return CheckRow("export", f"{len(names)} tensors equal bit for bit{note}", passed=True)
 
 
-def same_tensor(a: TensorInfo, b: TensorInfo) -> bool:
+def same_tensor(a: FileTensor, b: FileTensor) -> bool:
     """Whether tensors of two files are equal bit for bit."""
     same_type = (a.dtype, a.shape) == (b.dtype, b.shape)
-    return same_type and map_tensor(a).tobytes() == map_tensor(b).tobytes()
+    return same_type and read_tensor(a).tobytes() == read_tensor(b).tobytes()
 
 
-def float32_bytes(info: TensorInfo) -> bytes:
+def float32_bytes(info: FileTensor) -> bytes:
     """The values of a tensor in a file."""
-    return np.asarray(map_tensor(info)).astype(np.float32).tobytes()
+    return np.asarray(read_tensor(info)).astype(np.float32).tobytes()
 
 
 def check_engine(model: LoadedModel, seed: int, tolerance: float = TOLERANCE) -> Iterator[CheckRow]:

@@ -20,6 +20,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import check_base_copies, open_adapter, warn_of_other_base
 from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.hf_save import convert_model
+from jaxrl.models.files.quantized.scheme import folder_scheme
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import split
@@ -51,7 +52,9 @@ def convert(args: argparse.Namespace) -> tuple[DecoderConfig, str]:
         cfg = convert_model(
             source, args.target, dtype=dtype, max_shard_bytes=limit, adapter=adapter
         )
-        return cfg, "" if adapter is None else f"{args.adapter} merged, "
+        what = "" if adapter is None else f"{args.adapter} merged, "
+        scheme = folder_scheme(source)
+        return cfg, what if scheme is None else f"{scheme.title} dequantized, {what}"
     step, cfg = export_checkpoint(
         Path(args.source),
         args.step,

@@ -7,7 +7,7 @@ float32 [positions, vocabulary] by name. The weights are those of scripts/seeded
 
 torch is not a dependency of the project; run this in a separate environment:
     python -m venv /tmp/torch && /tmp/torch/bin/pip install torch transformers safetensors numpy
-    /tmp/torch/bin/python scripts/make_golden_configs.py tests/models
+    /tmp/torch/bin/python scripts/make_golden_configs.py tests/models [FAMILY ...]
 """
 
 import json
@@ -310,6 +310,22 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
             [{}, dict(mlp_only_layers=[]), dict(mlp_only_layers=[2]), dict(mlp_only_layers=[0])],
         ],
     ),
+    "glm4_moe": (
+        dict(moe_intermediate_size=20),
+        [
+            [{}, dict(rope_parameters=yarn(rope_theta=300.0)), *QWEN3_5_ROPES],
+            *(EPS, TIED, NOTES, BIAS, ACTS, EXPERTS),
+            [dict(num_key_value_heads=1), dict(num_key_value_heads=4, head_dim=16)],
+            [dict(n_routed_experts=6), dict(n_routed_experts=12)],
+            [{}, dict(n_group=2, topk_group=1), dict(n_group=3, topk_group=2), dict(n_group=2)],
+            [{}, dict(n_shared_experts=2)],
+            [{}, dict(norm_topk_prob=True), dict(norm_topk_prob=False)],
+            [{}, dict(routed_scaling_factor=2.5), dict(routed_scaling_factor=1.0)],
+            [{}, dict(use_qk_norm=True), dict(use_qk_norm=False)],
+            [{}, dict(first_k_dense_replace=0), dict(first_k_dense_replace=2)],
+            [{}, dict(num_nextn_predict_layers=0), May(sliding_window=5)],
+        ],
+    ),
 }
 
 
@@ -371,11 +387,20 @@ def logits(config: Json, seed: int) -> np.ndarray:
         return model.eval()(tokens).logits.numpy()[0, SHOWN]
 
 
-def main(target: Path) -> None:
+def main(target: Path, families: list[str]) -> None:
+    """Writes all families, or these in place of what the files have of them."""
     target /= "golden_configs"
     target.mkdir(exist_ok=True)
     found, saved = [], {}
+    if families:
+        before = json.loads((target / "configs.json").read_text())
+        found = [case for case in before if case["config"]["model_type"] not in families]
+        logits_before = np.load(target / "logits.npz")
+        names = {case["name"] for case in found} & set(logits_before.files)
+        saved = {name: logits_before[name] for name in logits_before.files if name in names}
     for family, (extra, options) in FAMILIES.items():
+        if families and family not in families:
+            continue
         for i, (drawn, may_refuse) in enumerate(draws(len(found), options)):
             name, seed = f"{family}_{i}", len(found)
             config = dict(model_type=family) | SHAPE | extra | drawn
@@ -395,4 +420,4 @@ def main(target: Path) -> None:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

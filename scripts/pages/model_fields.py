@@ -21,9 +21,10 @@ Every field is read, neutral or refused. A field that no table below names is re
 its value; remove the field if you know that it has no effect. A field that is read is refused at
 values that are not supported, for example `partial_rotary_factor` of `llama`.
 
-Further errors name quantized weights (`quantization_config`, `compression_config` or
-`quantization`), code of the model folder (`auto_map` with a model class) and `architectures` other
-than the language models and sequence classifiers of the `model_type`.
+`quantization_config` and `compression_config` say how the files store matrices in few bits
+([formats](models.md#weights-in-few-bits)); other methods, and entries of them that are not known,
+are refused. Further errors name code of the model folder (`auto_map` with a model class) and
+`architectures` other than the language models and sequence classifiers of the `model_type`.
 
 The numbers of every field that is read are compared with those of transformers, on configs that
 are drawn for every family (`tests/cases/test_model_configs.py`).

@@ -23,7 +23,7 @@ from sharding import DECODE, TENSOR, TRAIN, make_mesh
 from tests.marks import graded
 
 GOLDEN = Path(__file__).parent / "golden"
-EXPERTS = ["qwen3_moe", "mixtral"]
+EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", *EXPERTS]
 MESHES = {
     "fsdp": dict(fsdp=8),
@@ -46,10 +46,13 @@ QUICK = graded(
         ("qwen2", "fsdp_tensor"),
         ("mixtral", "fsdp_expert_tensor"),
         ("qwen3_moe", "replica_expert"),
+        ("glm4_moe", "fsdp_expert_tensor"),
+        ("glm4_moe", "replica_expert"),
     ],
     default=[("llama", "hsdp_tensor")],
     thorough=[
         ("gemma2", "hsdp_tensor"), ("qwen2", "fsdp_tensor"), ("mixtral", "fsdp_expert_tensor"),
+        ("glm4_moe", "fsdp_expert_tensor"),
     ],
 )  # fmt: skip
 

@@ -74,7 +74,6 @@ NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "use_rope": (True,),
 }
-QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,6 @@ def is_off(value: Any) -> bool:
 
 def check_known(config: Mapping[str, Any], entries: Entries, model_type: str) -> None:
     """Raises ValueError for the first entry that may change the numbers and is not read."""
-    check_unquantized(config)
     check_architectures(config, entries.classes, model_type)
     check_no_code(config)
     neutral_at = {**NEUTRAL_AT, **entries.neutral_at}
@@ -113,18 +111,6 @@ def check_known(config: Mapping[str, Any], entries: Entries, model_type: str) ->
             raise ValueError(
                 f"{name} is {shown(value)}, which is not known for {model_type} models and may "
                 "change their numbers; remove it from config.json if it has no effect on them"
-            )
-
-
-def check_unquantized(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for quantized weights, with the method."""
-    for name in QUANTIZATION:
-        found = config.get(name)
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else None
-            raise ValueError(
-                f"the checkpoint is quantized ({name} in config.json, quant_method "
-                f"{shown(method)}); use its unquantized version"
             )
 
 

@@ -25,6 +25,7 @@ from jaxrl.models.files.hf_save import (
     stored_tensors,
 )
 from jaxrl.models.files.peft_config import REMEDY, peft_config, read_peft_config
+from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.safetensors import (
     FLOATS,
     TensorInfo,
@@ -93,8 +94,9 @@ def write_adapter(folder: Path, adapter: StoredAdapter, decoder: DecoderConfig, 
 
 def warn_of_shared_experts(folder: Path, names: Collection[str], decoder: DecoderConfig) -> None:
     """Warns of the adapters of a model whose shared expert PEFT takes for other experts."""
-    n = sum(".shared_expert." in name for name in names)
-    if n and decoder.family == "qwen3_next":
+    parts = (".shared_expert.", ".shared_experts.")
+    n = sum(any(part in name for part in parts) for name in names)
+    if n and decoder.family in ("qwen3_next", "glm4_moe"):
         warnings.warn(
             f"PEFT 0.21 does not read {n} tensors of the adapter in {folder}, those of the shared "
             "expert: it takes their names for names of other experts. jaxrl reads them. For other "
@@ -210,12 +212,12 @@ def adapter_tensors(folder: Path) -> dict[str, TensorInfo]:
     return {name: i for name, i in _all_tensors(folder).items() if name not in BASE_COPIES}
 
 
-def check_base_copies(folder: Path, base: Mapping[str, TensorInfo]) -> None:
+def check_base_copies(folder: Path, base: Mapping[str, FileTensor]) -> None:
     """Raises ValueError if the adapter in `folder` has a copy of another base model's weights."""
     for name, info in _all_tensors(folder).items():
         if name not in BASE_COPIES:
             continue
-        copy, own = np.asarray(map_tensor(info)), np.asarray(map_tensor(base[BASE_COPIES[name]]))
+        copy, own = np.asarray(map_tensor(info)), np.asarray(read_tensor(base[BASE_COPIES[name]]))
         if copy.shape != own.shape or not np.array_equal(own.astype(copy.dtype), copy):
             raise ValueError(
                 f"the adapter in {folder} has a {name} [{', '.join(map(str, copy.shape))}] that is "

@@ -10,6 +10,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
     gemma2,
     gemma3,
+    glm4_moe,
     llama,
     mistral,
     mixtral,
@@ -22,6 +23,7 @@ from jaxrl.models.families import (
 )
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
+from jaxrl.models.files.quantized.scheme import read_scheme, without_scheme
 from jaxrl.models.files.weight_files import has_separate_head
 
 # A new family is a file in families/ and an entry here. Keys are `DecoderConfig.family`.
@@ -36,6 +38,7 @@ FAMILIES = {
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
     "qwen3_next": qwen3_next,
+    "glm4_moe": glm4_moe,
     "mixtral": mixtral,
 }
 ADVICE = "use the model's own config.json"
@@ -89,6 +92,8 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
             f"model_type {model_type!r} is not known; known: {', '.join(sorted(MODEL_TYPES))}"
         )
     check_entries(config)
+    read_scheme(config)
+    config = without_scheme(config)
     text = FAMILIES[family].text_part(config) if model_type in IMAGE_AND_TEXT else config
     check_known(text, FAMILIES[family].ENTRIES, str(model_type))
     try:

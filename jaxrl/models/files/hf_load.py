@@ -1,6 +1,8 @@
 """Loading a Hugging Face folder: each tensor goes from the file directly to its devices."""
 
 import dataclasses
+import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from jax.typing import DTypeLike
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.files.hf_config import folder_config
-from jaxrl.models.files.safetensors import TensorInfo, map_tensor
+from jaxrl.models.files.quantized.scheme import folder_scheme
+from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor
+from jaxrl.models.files.safetensors import map_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
 from jaxrl.models.files.weight_files import find_tensors
@@ -22,7 +26,9 @@ from jaxrl.models.layers.stored import Stored, shard_stored
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.quantize import matrix_inputs, quantize_matrix
 from jaxrl.models.spec import ParamSpec, hf_names, init_params, map_specs
-from sharding import Rules
+from sharding import Rules, hosts
+
+logger = logging.getLogger(__name__)
 
 
 def model_config(path: str | Path) -> DecoderConfig:
@@ -64,6 +70,7 @@ def load_model(
     stored_cfg = dataclasses.replace(cfg, base_dtype=base_dtype)
     specs, tensors, mesh = decoder_specs(cfg), find_tensors(folder), jax.sharding.get_mesh()
     check_mesh(stored_cfg, mesh.shape, rules)
+    log_scheme(folder, base_dtype)
     shapes = {name: info.shape for name, info in tensors.items()}
     check_shapes(specs, shapes, f"the tensors in {folder} do not match its config.json")
     total = sum(tensors[name].n_bytes for name in expected_shapes(specs) if name in tensors)
@@ -78,7 +85,7 @@ def load_model(
         n_in = quantized.get(spec.hf)
         # Blocks of nf4 may span several shards of FSDP.
         axes = rules.gathered(*spec.axes) if n_in else rules.spec(*spec.axes)
-        leaf = read_param(spec, infos, NamedSharding(mesh, axes), dtype)
+        leaf = read_param(spec, infos, NamedSharding(mesh, axes), spec.dtype or dtype)
         if n_in:
             leaf = quantize_matrix(leaf, n_in, base_dtype, dtype)
             leaf = shard_stored(leaf, rules, spec.axes, n_in)
@@ -106,23 +113,20 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DType
 
 
 def read_param(
-    spec: ParamSpec, infos: list[TensorInfo], sharding: NamedSharding, dtype: DTypeLike
+    spec: ParamSpec, infos: list[FileTensor], sharding: NamedSharding, dtype: DTypeLike
 ) -> jax.Array:
     """One parameter in its sharding; stacked ones read a tensor per layer (and expert)."""
     tensor_indices = np.arange(len(infos)).reshape(spec.stacked_shape)
     n_lead = tensor_indices.ndim
     slices: dict[Any, np.ndarray] = {}  # devices that hold the same slice share the read
 
-    def read_tensor(info: TensorInfo) -> np.ndarray:
-        return spec.from_file(map_tensor(info))
-
     def read(index: tuple[slice, ...]) -> np.ndarray:
         if not n_lead:
-            return np.array(read_tensor(infos[0])[index], dtype)
+            return np.array(tensor_slice(spec, infos[0], index), dtype)
         here, rest = tensor_indices[index[:n_lead]], index[n_lead:]
-        out = np.empty((*here.shape, *read_tensor(infos[0])[rest].shape), dtype)
+        out = np.empty((*here.shape, *slice_shape(spec.shape[n_lead:], rest)), dtype)
         for i in np.ndindex(here.shape):
-            out[i] = read_tensor(infos[here[i]])[rest]
+            out[i] = tensor_slice(spec, infos[here[i]], rest)
         return out
 
     def device_slice(index: Any) -> np.ndarray:
@@ -132,3 +136,43 @@ def read_param(
         return slices[bounds]
 
     return jax.make_array_from_callback(spec.shape, sharding, device_slice)
+
+
+def tensor_slice(spec: ParamSpec, info: FileTensor, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of one tensor in the shape of `spec`; of a quantized one only it is dequantized."""
+    if not isinstance(info, QuantizedTensor):
+        return spec.from_file(map_tensor(info))[index]
+    shape = spec.shape[len(spec.stacked_shape) :]
+    return info.read(file_places(spec, index)).reshape(slice_shape(shape, index))
+
+
+def slice_shape(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))
+
+
+def file_places(spec: ParamSpec, index: tuple[slice, ...]) -> list[np.ndarray]:
+    """The numbers in the file, one array for each axis there, of a slice in the shape here."""
+    shape, found, first = spec.shape[len(spec.stacked_shape) :], [], 0
+    for n in spec.hf_shape:
+        end = first + 1
+        while math.prod(shape[first:end]) < n:
+            end += 1
+        numbers = np.arange(n) if found else np.arange(n)[spec.file_rows]
+        found.append(numbers.reshape(shape[first:end])[index[first:end]].reshape(-1))
+        first = end
+    return found
+
+
+def log_scheme(folder: Path, base_dtype: str) -> None:
+    """Says the format of quantized weights, and what becomes of them."""
+    scheme = folder_scheme(folder)
+    if scheme is None or not hosts.is_main_process():
+        return
+    again = f", and layers are quantized again to {base_dtype}" if base_dtype else ""
+    logger.warning(
+        "%s has weights in %s: they are dequantized to bfloat16 while they are loaded%s. Exports "
+        "are not quantized: bfloat16, or the dtype of the run",
+        folder,
+        scheme.title,
+        again,
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 from jaxrl.data.digest import digest
 from jaxrl.json_text import read_object
 from jaxrl.models.files.atomic_folder import write_json
-from jaxrl.models.files.safetensors import TensorInfo
-from jaxrl.models.files.weight_files import OTHER_PARTS, kept_tensors
+from jaxrl.models.files.quantized.tensors import FileTensor
+from jaxrl.models.files.weight_files import OTHER_PARTS, drafter_layers, kept_tensors
 
 RECORD = "kept_tensors.json"
 DIGEST_BYTES = 4096  # of each tensor
@@ -30,7 +30,7 @@ def kept_record(folder: Path) -> dict[str, int | str]:
     return {"n_tensors": len(found), "digest": digest(parts)}
 
 
-def tensor_parts(name: str, info: TensorInfo) -> tuple[bytes, bytes]:
+def tensor_parts(name: str, info: FileTensor) -> tuple[bytes, bytes]:
     with info.path.open("rb") as file:
         file.seek(info.start)
         start = file.read(min(info.n_bytes, DIGEST_BYTES))
@@ -49,6 +49,7 @@ def warn_of_change(run: Path, folder: Path) -> None:
     if now == record:
         return
     names = ", ".join(f"{part}*" for part, kept in OTHER_PARTS.items() if kept)
+    names = ", ".join([names, *(f"{layer}*" for layer in drafter_layers(folder))])
     before, there = record.get("n_tensors"), now["n_tensors"]
     change = "with other values" if there == before else f"in place of {before}"
     warnings.warn(

@@ -21,7 +21,10 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 FLOATS = [DTYPES[code] for code in ("F64", "F32", "F16", "BF16")]
 MAX_DIMS = 8

@@ -9,14 +9,17 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrl.json_text import read_object
-from jaxrl.models.files.safetensors import FLOATS, TensorInfo, map_tensor, read_header
+from jaxrl.models.files.quantized.pairing import pair_tensors
+from jaxrl.models.files.quantized.scheme import folder_scheme
+from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor, read_tensor
+from jaxrl.models.files.safetensors import FLOATS, TensorInfo, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_NAME = r"[\w.,=+-]+\.safetensors"
@@ -35,20 +38,24 @@ OTHER_PARTS = {
     "visual.": False,
 }
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+MAX_DRAFTER_LAYERS = 1000  # a damaged config.json must not cost memory
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers that follow from config.json
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # of two tables at a time
 
 
-def find_tensors(folder: Path) -> dict[str, TensorInfo]:
+def find_tensors(folder: Path) -> dict[str, FileTensor]:
     """The language model's tensors in a folder's weight files, by name.
+
+    The layers of a drafter are not among them (`drafter_layers`).
 
     Raises ValueError, with the names, for missing files or shards, for an index that differs from
     its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
     """
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, FileTensor] = {}
+    drafter = drafter_layers(folder)
     for name, info in all_tensors(folder):
-        if not is_parameter(name):
+        if not is_parameter(name) or name.startswith(drafter):
             continue
         if info.dtype not in FLOATS:
             raise ValueError(
@@ -60,20 +67,50 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def kept_tensors(folder: Path) -> dict[str, TensorInfo]:
+def kept_tensors(folder: Path) -> dict[str, FileTensor]:
     """The tensors that exports keep unchanged and that are no parameters, by name.
 
     Raises ValueError as `find_tensors`.
     """
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, FileTensor] = {}
+    drafter = drafter_layers(folder)
     for name, info in all_tensors(folder):
-        if is_kept(name):
+        if is_kept(name) or name.startswith(drafter):
             add_once(tensors, name, info)
     return tensors
 
 
-def all_tensors(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
-    """All tensors in a folder's weight files, by their names in a text-only checkpoint."""
+def drafter_layers(folder: Path) -> tuple[str, ...]:
+    """Starts of the names of a drafter's tensors, which has its layers after those of the model.
+
+    `num_nextn_predict_layers` in config.json, or `num_mtp_layers`, is their number. transformers
+    does not load them.
+    """
+    path = folder / "config.json"
+    config = read_object(path, ADVICE) if path.exists() else {}
+    n_layers = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
+    first = config.get("num_hidden_layers")
+    if type(first) is not int or type(n_layers) is not int:
+        return ()
+    return tuple(f"model.layers.{first + i}." for i in range(min(n_layers, MAX_DRAFTER_LAYERS)))
+
+
+def all_tensors(folder: Path) -> Iterable[tuple[str, FileTensor]]:
+    """All tensors in a folder's weight files, by their names in a text-only checkpoint.
+
+    Those of quantized matrices are joined (`pair_tensors`).
+    """
+    scheme = folder_scheme(folder)
+    if scheme is None:
+        return stored_tensors(folder)
+    stored: dict[str, TensorInfo] = {}
+    for name, info in stored_tensors(folder):
+        add_once(stored, name, info)
+    return pair_tensors(stored, scheme).items()
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors as the files have them."""
     headers = {file: read_header(file) for file in weight_files(folder)}
     if (index := folder / INDEX).exists():
         check_index(index, headers)
@@ -82,7 +119,7 @@ def all_tensors(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
             yield language_name(stored), info
 
 
-def add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+def add_once[T: FileTensor](tensors: dict[str, T], name: str, info: T) -> None:
     """Adds a tensor. Raises ValueError if there is one of this name."""
     if name in tensors:
         raise ValueError(
@@ -92,7 +129,7 @@ def add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> Non
     tensors[name] = info
 
 
-def separate_experts(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
+def separate_experts(name: str, info: FileTensor) -> dict[str, FileTensor]:
     """The matrices of each expert in a tensor of all experts; other tensors as they are.
 
     Such a tensor is `experts.gate_up_proj` [E, 2F, D], or `experts.down_proj` [E, D, F].
@@ -100,11 +137,16 @@ def separate_experts(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
     stem, _, last = name.rpartition(".")
     parts = FUSED_EXPERTS.get(last, ())
     fused = parts and stem.endswith(".experts") and len(info.shape) == 3
+    fused = fused and not (isinstance(info, QuantizedTensor) and info.format.transposed)
     if not fused or info.shape[1] % len(parts):
         return {name: info}
     shape = info.shape[1] // len(parts), info.shape[2]
     n_bytes = math.prod(shape) * info.dtype.itemsize
-    names = [f"{stem}.{expert}.{part}.weight" for expert in range(info.shape[0]) for part in parts]
+    experts = range(info.shape[0])
+    names = [f"{stem}.{expert}.{part}.weight" for expert in experts for part in parts]
+    if isinstance(info, QuantizedTensor):
+        n = len(parts)
+        return {part: info.part(i // n, i % n, n) for i, part in enumerate(names)}
     return {
         part: TensorInfo(info.path, info.dtype, shape, info.start + i * n_bytes)
         for i, part in enumerate(names)
@@ -251,7 +293,7 @@ def _has_separate_head(folder: Path, *_: tuple[int, int, int]) -> bool:
         return False
     if HEAD not in tensors or EMBEDDING not in tensors:
         return False
-    head, embedding = map_tensor(tensors[HEAD]), map_tensor(tensors[EMBEDDING])
+    head, embedding = read_tensor(tensors[HEAD]), read_tensor(tensors[EMBEDDING])
     if have_equal_rows(head, embedding):
         return False
     warnings.warn(
