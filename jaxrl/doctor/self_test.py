@@ -8,10 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.check_model import LoadedModel, check_engine
-from jaxrl.config.keys import AlgorithmConfig, LearnerConfig, RunConfig
+from jaxrl.config.keys import (
+    AlgorithmConfig,
+    LearnerConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from jaxrl.data.packing import pack
 from jaxrl.doctor.finding import Finding
 from jaxrl.doctor.operations import REFERENCE, VALUE_TOLERANCE, Operation
+from jaxrl.engine.api import Request
+from jaxrl.engine.engine import PagedEngine
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_update
@@ -19,7 +27,7 @@ from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.spec import init_params
 from jaxrl.types import TrainingSample
-from sharding import TRAIN, make_mesh
+from sharding import DECODE, TRAIN, make_mesh
 
 SECTION = "self-test"
 MODEL = uniform_decoder("qwen3", L=2, D=256, N=2, K=1, H=128, F=512, V=512, qk_norm=True)
@@ -63,8 +71,41 @@ def step_findings(platform: str) -> Iterator[Finding]:
             for row in check_engine(model, 0, LOGP_TOLERANCE[dtype.name]):
                 yield Finding(SECTION, f"rollout: {row.name}", row.text, _status(bool(row.passed)))
         yield update_finding(dtype)
+        if platform == "gpu":  # last: a driver that cannot do it may end the process
+            yield graph_finding(dtype)
     except Exception as problem:  # of a compiler or driver: it is what the table reports
         yield Finding(SECTION, "step", first_line(problem), "failed")
+
+
+def graph_finding(dtype: jnp.dtype) -> Finding:
+    """Decoding with rollout.cuda_graph, twice, against decoding without."""
+    plain, graph = (sampled_tokens(dtype, cuda_graph=on) for on in (False, True))
+    n_steps = sum(map(len, plain[0]))
+    equal = all(run == plain[0] for run in (*plain, *graph))
+    text = f"two runs of {n_steps} tokens are {'equal to' if equal else 'other than'} those without"
+    return Finding(SECTION, "rollout.cuda_graph", text, _status(equal))
+
+
+def sampled_tokens(dtype: jnp.dtype, *, cuda_graph: bool) -> list[list[list[int]]]:
+    """The responses of the tiny model to a few prompts, in two runs of one engine."""
+    rollout = RolloutConfig(max_num_seqs=8, steps_per_dispatch=8, cuda_graph=cuda_graph)
+    with jax.set_mesh(make_mesh()):
+        params = tiny_params(MODEL, dtype)
+        engine = PagedEngine(MODEL, rollout, rules=DECODE, dtype=dtype, max_len=128)
+        return [_responses(engine, params) for _ in range(2)]
+
+
+def _responses(engine: PagedEngine, params: Decoder) -> list[list[int]]:
+    prompts = [sample.prompt_tokens for sample in samples()[: engine.rollout.max_num_seqs]]
+    slots = [
+        engine.submit(Request(tokens=prompt, max_tokens=40, sampling=SamplingConfig(), prompt_id=i))
+        for i, prompt in enumerate(prompts)
+    ]
+    responses: dict[int, list[int]] = {slot: [] for slot in slots}
+    while engine.n_unfinished:
+        for made in engine.generate(params):
+            responses[made.slot] += made.tokens.tolist()
+    return [responses[slot] for slot in slots]
 
 
 def _status(passed: bool) -> str:

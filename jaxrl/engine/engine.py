@@ -22,6 +22,7 @@ from jaxrl.engine.device.batches import (
 )
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
 from jaxrl.engine.device.model_runner import COPIES_PER_CALL, DecodeOutput, Dispatch, ModelRunner
+from jaxrl.engine.device.sampling import FILTERS
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.prefill import PrefillChunk, PrefillWork
 from jaxrl.engine.replicas import ReplicaScheduler
@@ -54,20 +55,22 @@ class PagedEngine:
         eos_ids: tuple[int, ...] = (),
         implementation: str | None = None,
         keep_support: bool = False,
+        filters: tuple[str, ...] = (),
         adjustable: bool = False,
     ):
         """`max_len` limits prompt plus response, `dtype` is the model's compute dtype.
 
         `eos_ids` end a response in addition to the stop_token_ids of each request. `keep_support`
         returns the tokens that sampling filters keep, for one bit per token of the vocabulary and
-        sampled token on the device. `adjustable` accepts requests with adjustments and top
-        logprobs, for which `warmup` compiles a second variant of the decode programs. Raises
-        ValueError for invalid limits.
+        sampled token on the device. `filters` are the sampling filters that requests may have, by
+        their config keys; with any, `warmup` compiles a second variant of the decode programs for
+        batches in which a request has one. `adjustable` accepts requests with adjustments and top
+        logprobs, for which `warmup` compiles another variant. Raises ValueError for invalid limits.
         """
         _check(rollout, cfg, max_len)
         self.cfg, self.rollout = cfg, rollout
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
-        self.keep_support, self.adjustable = keep_support, adjustable
+        self.keep_support, self.filters, self.adjustable = keep_support, filters, adjustable
         self.pool = KVPoolSpec(
             cfg,
             rollout.page_len,
@@ -87,6 +90,7 @@ class PagedEngine:
             eos_ids=self.eos_ids,
             implementation=implementation,
             keep_support=keep_support,
+            filters=filters,
             n_pages=lambda: self.scheduler.pool.n_pages,
             on_failure=self.release,
         )
@@ -201,6 +205,8 @@ class PagedEngine:
 
     def _suffices(self, program: Dispatch) -> bool:
         shapes = self.shapes
+        if program.kind == "decode" and program.filtered != bool(self.filters):
+            return False  # the program with filters serves requests without any, too
         buckets = {
             "prefill": shapes.prefill_buckets[0],
             "copy_pages": COPIES_PER_CALL,
@@ -209,9 +215,18 @@ class PagedEngine:
         }
         return program.bucket == buckets.get(program.kind)
 
-    def _ready(self, kind: str, buckets: tuple[int, ...], *, adjusted: bool = False) -> list[int]:
+    def _ready(self, kind: str, buckets: tuple[int, ...], **variant: bool) -> list[int]:
         """The buckets of a kind whose programs are not pending."""
-        return [b for b in buckets if Dispatch(kind, b, adjusted) not in self._pending]
+        return [b for b in buckets if Dispatch(kind, b, **variant) not in self._pending]
+
+    def _variant(self, seqs: list[list[Sequence]]) -> dict[str, bool]:
+        """The variant of the sampling programs that the sequences need."""
+        requests = [seq.request for own in seqs for seq in own]
+        adjusted = any(map(_is_adjusted, requests))
+        filtered = adjusted or any(request.sampling.filters for request in requests)
+        # The largest program without filters is the last of its variant to be compiled.
+        filtered |= not self._ready("decode", self.shapes.decode_buckets[-1:])
+        return {"adjusted": adjusted, "filtered": filtered and bool(self.filters)}
 
     def lowered(self, params: Tree) -> Iterator[jax.stages.Lowered]:
         """The programs of `warmup`, lowered one by one from (abstract) parameters."""
@@ -282,13 +297,13 @@ class PagedEngine:
     def _mixed(self, params: Tree, plans: list[DispatchPlan]) -> DecodeOutput:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
         work, seqs = [p.prefill for p in plans], [p.previously_running for p in plans]
-        adjusted = _adjusted(seqs)
-        if not self._ready("mixed", self.shapes.prefill_buckets[-1:], adjusted=adjusted):
+        variant = self._variant(seqs)
+        if not self._ready("mixed", self.shapes.prefill_buckets[-1:], **variant):
             self._prefill(params, work)
             return self._decode(params, seqs, n_steps=1)
         self._copy(work)
         rows = self._prefill_rows(work)
-        output = self.runner.mixed(params, rows, seqs, adjusted=adjusted)
+        output = self.runner.mixed(params, rows, seqs, **variant)
         self._copy_prefilled(work)
         return output
 
@@ -312,13 +327,11 @@ class PagedEngine:
         if any(seq.allowed is not None for own in seqs for seq in own):
             # A grammar allows one token per dispatch; the others decode one step meanwhile.
             n_steps = min(n_steps, 1 + self.rollout.spec_tokens)
-        n, adjusted = max(map(len, seqs)), _adjusted(seqs)
-        ready = self._ready("decode", self.shapes.decode_buckets, adjusted=adjusted)
+        n, variant = max(map(len, seqs)), self._variant(seqs)
+        ready = self._ready("decode", self.shapes.decode_buckets, **variant)
         bucket = min(b for b in ready if b >= n)
         exit_at = exit_size(n, self.shapes.decode_buckets, self.scheduler.n_waiting)
-        return self.runner.decode(
-            params, seqs, bucket, n_steps=n_steps, exit_at=exit_at, adjusted=adjusted
-        )
+        return self.runner.decode(params, seqs, bucket, n_steps=n_steps, exit_at=exit_at, **variant)
 
     # Results
 
@@ -395,6 +408,11 @@ class PagedEngine:
                 "this engine was built without logit adjustments and top logprobs; set "
                 "adjustable=True"
             )
+        if missing := [name for name in request.sampling.filters if name not in self.filters]:
+            raise ValueError(
+                f"this engine was built without the sampling filter {' and '.join(missing)} of a "
+                f"request; set filters={FILTERS}"
+            )
         if request.adjustments and (n := len(request.adjustments.bias)) > MAX_BIAS:
             raise ValueError(f"{n} tokens have a bias, at most {MAX_BIAS} are supported")
 
@@ -403,11 +421,6 @@ def _in_calls(copy: Callable, copies: list[list[tuple[int, ...]]]) -> None:
     """Makes the copies of each replica, as many in one call as it takes."""
     for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
         copy([own[i : i + COPIES_PER_CALL] for own in copies])
-
-
-def _adjusted(seqs: list[list[Sequence]]) -> bool:
-    """Whether a sequence needs the programs with adjustments."""
-    return any(_is_adjusted(seq.request) for own in seqs for seq in own)
 
 
 def _is_adjusted(request: Request) -> bool:

@@ -1,6 +1,7 @@
 """The paged engine of a run, in the trainer's process or in a rollout worker."""
 
 from jaxrl.config.keys import RolloutConfig, RunConfig
+from jaxrl.engine.device.sampling import FILTERS
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout
 from jaxrl.models.config import DecoderConfig
@@ -15,8 +16,13 @@ def paged_engine(
     *,
     adjustable: bool = False,
 ) -> PagedEngine:
-    """The engine with the sizes in `rollout`; `adjustable` as in PagedEngine."""
+    """The engine with the sizes in `rollout`.
+
+    It has the sampling filters of the run and of its validation; with `adjustable`, which is as in
+    PagedEngine, all of them.
+    """
     name = cfg.model.paged_attention
+    used = cfg.rollout.sampling.filters | cfg.eval.sampling.filters
     return PagedEngine(
         decoder,
         rollout,
@@ -26,5 +32,6 @@ def paged_engine(
         eos_ids=eos_ids,
         implementation=None if name == "auto" else name,
         keep_support=cfg.algorithm.keep_sampling_mask,
+        filters=tuple(name for name in FILTERS if adjustable or name in used),
         adjustable=adjustable,
     )

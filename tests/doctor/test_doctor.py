@@ -107,6 +107,20 @@ def test_an_update_that_differs_from_the_stored_numbers_fails(monkeypatch):
     assert self_test.update_finding(jnp.dtype("float32")).status == "failed"
 
 
+def test_a_graph_that_samples_other_tokens_fails(monkeypatch):
+    runs = {False: [[[3, 4]], [[3, 4]]], True: [[[3, 4]], [[3, 5]]]}
+    monkeypatch.setattr(self_test, "sampled_tokens", lambda dtype, *, cuda_graph: runs[cuda_graph])
+    assert self_test.graph_finding(jnp.dtype("float32")).status == "failed"
+    runs[True] = runs[False]
+    assert self_test.graph_finding(jnp.dtype("float32")).status == "ok"
+
+
+@pytest.mark.thorough
+def test_the_graph_option_changes_no_token():
+    """CPU ignores it."""
+    assert self_test.graph_finding(jnp.dtype("float32")).status == "ok"
+
+
 @pytest.mark.thorough
 def test_the_self_test_passes(no_network, monkeypatch, tmp_path):
     """On eight simulated devices, with the ring."""

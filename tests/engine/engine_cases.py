@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
 from jaxrl.engine.device.model_runner import COPIES, COPIES_PER_CALL, Dispatch
+from jaxrl.engine.device.sampling import FILTERS
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, Rope, uniform_decoder
@@ -78,6 +79,7 @@ def make_engine(
     implementation: str | None = None,
     rules: Rules = DECODE,
     keep_support: bool = False,
+    filters: tuple[str, ...] = FILTERS,
     adjustable: bool = False,
     **changes,
 ) -> PagedEngine:
@@ -90,6 +92,7 @@ def make_engine(
         eos_ids=(1,),
         implementation=implementation,
         keep_support=keep_support,
+        filters=filters,
         adjustable=adjustable,
     )
 
@@ -160,7 +163,8 @@ def record_dispatches(engine: PagedEngine) -> set[Dispatch]:
         run = getattr(runner, kind)
 
         def recorded(*args, **options):
-            found.add(Dispatch(kind, bucket(args), options.get("adjusted", False)))
+            variant = {name: options[name] for name in ("adjusted", "filtered") if name in options}
+            found.add(Dispatch(kind, bucket(args), **variant))
             return run(*args, **options)
 
         setattr(runner, kind, recorded)

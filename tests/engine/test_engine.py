@@ -261,6 +261,20 @@ def test_nothing_compiles_after_warmup(llama):
     assert len(dispatched) <= n_programs
 
 
+def test_only_batches_with_a_filter_use_the_programs_with_filters(llama):
+    cfg, params = llama
+    engine, [plain, _] = make_engine(cfg), make_requests(2, n_samples=1, max_tokens=4)
+    filtering = dataclasses.replace(plain, sample=1, sampling=SamplingConfig(top_k=2))
+    dispatched = record_dispatches(engine)
+    alone = run(engine, params, [plain])
+    assert not any(one.filtered for one in dispatched)
+    assert run(engine, params, [plain, filtering])[:1] == alone
+    assert any(one.filtered for one in dispatched)
+    engine = make_engine(cfg, filters=("top_p",))
+    with pytest.raises(ValueError, match="without the sampling filter top_k"):
+        engine.submit(filtering)
+
+
 def test_requests_are_served_before_all_programs_are_compiled(llama):
     cfg, params = llama
     requests = make_requests(5, max_tokens=20)
@@ -273,7 +287,7 @@ def test_requests_are_served_before_all_programs_are_compiled(llama):
     assert used == {
         Dispatch("prefill", 2),
         Dispatch("copy_pages", 16),
-        Dispatch("decode", engine.shapes.decode_buckets[-1]),
+        Dispatch("decode", engine.shapes.decode_buckets[-1], filtered=True),  # serves all requests
     }
     with CompileThreads() as threads:
         engine.compile_pending(on_mesh(params, jax.sharding.get_mesh()), threads)

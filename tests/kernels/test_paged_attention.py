@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.paged_attention import paged_attention, ragged, write_pages
+from jaxrl.kernels.paged_attention import paged_attention, ragged, triton, write_pages
 from jaxrl.kernels.paged_attention.columns import _block_rows
 from jaxrl.kernels.paged_attention.pages import _write_rows
 from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged
@@ -106,6 +106,19 @@ def test_kernels_equal_the_reference(one_device, monkeypatch, kernel, heads, pag
         )
         np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
+
+
+def test_enough_rows_read_their_pages_in_one_part(one_device, monkeypatch):
+    monkeypatch.setattr(triton, "ENOUGH_PROGRAMS", 3)  # of three rows and one kv head
+    (q, _, _), pools, table = paged_problem(2, 1, 32)
+    positions = jnp.array([[191], [70], [-1]], jnp.int32)
+    how = dict(
+        page_table=table, positions=positions, window=0, spec=AttentionSpec(0.15, rules=DECODE)
+    )
+    attend = functools.partial(paged_attention_triton, interpret=True, **how)
+    got = jax.jit(attend)(q[:, :1], *pools)
+    want = paged_attention(q[:, :1], *pools, implementation="reference", **how)
+    np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
 
 
 def on_emulated_tpu(monkeypatch):

@@ -115,6 +115,12 @@ class RolloutConfig:
     steps_per_dispatch: int = key(
         32, "Maximum decode steps in one dispatch of the compiled loop", ge=1
     )
+    cuda_graph: bool = key(
+        False,
+        "NVIDIA GPUs: run the decode loop of a dispatch as one CUDA graph, without the host "
+        "between its steps, if a replica has one device. `python -m jaxrl.doctor` checks that the "
+        "driver does it right; samples do not change",
+    )
     kv_dtype: str = key(
         "auto",
         "Dtype of the KV pages; auto = as the engine's activations. int8 and fp8 (e4m3) store "

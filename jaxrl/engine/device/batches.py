@@ -147,10 +147,11 @@ def decode_batch(
     eos_ids: tuple[int, ...],
     *,
     adjusted: bool,
+    filters: tuple[str, ...],
 ) -> DecodeBatch:
     """The arrays of the next decode step of each sequence, None being padding.
 
-    They have adjustments if `adjusted`.
+    They have adjustments if `adjusted`, and of the sampling filters those in `filters`.
     """
     column = functools.partial(_column, rows)
     stops = np.full((len(rows), MAX_STOP_IDS), -1, np.int32)
@@ -167,16 +168,27 @@ def decode_batch(
         sample=column(np.uint32, 0, lambda seq: seq.request.sample),
         stop_ids=stops,
         page_tables=_page_tables(rows, shapes),
-        sampling=SamplingParams(
-            temperature=column(np.float32, 0, lambda seq: seq.request.sampling.temperature),
-            top_k=column(np.int32, 0, lambda seq: seq.request.sampling.top_k),
-            top_p=column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
-            min_p=column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
-        ),
+        sampling=_sampling_params(rows, filters),
         history=_history(rows, shapes.history_len) if shapes.keep_history or adjusted else None,
         adjustments=_adjustments(rows, shapes.n_vocab) if adjusted else None,
         adapter=column(np.int32, 0, lambda seq: seq.request.adapter) if shapes.adapters else None,
         slots=column(np.int32, 0, lambda seq: seq.state) if shapes.states else None,
+    )
+
+
+def _sampling_params(
+    rows: list[RunningSequence | None], filters: tuple[str, ...]
+) -> SamplingParams:
+    """The SamplingConfig of each row, without filters that are not in `filters`."""
+    column = functools.partial(_column, rows)
+    all_filters = {
+        "top_k": column(np.int32, 0, lambda seq: seq.request.sampling.top_k),
+        "top_p": column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
+        "min_p": column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
+    }
+    return SamplingParams(
+        column(np.float32, 0, lambda seq: seq.request.sampling.temperature),
+        **{name: all_filters[name] for name in filters},
     )
 
 

@@ -85,7 +85,8 @@ class DispatchOutput:
     ) -> "DispatchOutput":
         """No tokens, in S columns; with adjustments it keeps the most likely ones."""
         (B,), n_top = batch.token.shape, 2 * min(N_TOP, n_vocab)
-        support = jnp.zeros((S, B, n_words(n_vocab)), jnp.uint32) if keep_support else None
+        kept = keep_support and batch.sampling.filtered
+        support = jnp.zeros((S, B, n_words(n_vocab)), jnp.uint32) if kept else None
         top = None if batch.adjustments is None else jnp.zeros((S, B, n_top), jnp.int32)
         return cls(jnp.full((N_COLUMNS, B, S), -1, jnp.int32), support, top)
 

@@ -33,6 +33,7 @@ class Dispatch(NamedTuple):
     kind: str  # prefill, mixed, copy_pages, copy_states or decode
     bucket: int
     adjusted: bool = False  # with adjustments
+    filtered: bool = False  # with sampling filters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +77,13 @@ class ModelRunner:
         eos_ids: tuple[int, ...],
         implementation: str | None,
         keep_support: bool,
+        filters: tuple[str, ...],
         n_pages: Callable[[], int],
         on_failure: Callable[[], None],
     ):
-        """`n_pages` gives the size of each replica's pool when the cache is allocated.
+        """`filters` are the sampling filters of programs that have any, by their config keys.
+
+        `n_pages` gives the size of each replica's pool when the cache is allocated.
 
         A failed call loses the donated cache; then `on_failure` drops all references to its pages.
         """
@@ -103,9 +107,11 @@ class ModelRunner:
             "copy_states": {"rules": pool.rules, "stacked": pool.cfg.stacked},
             "decode": samples | decodes,
         }
+        self._decode = programs.decode_as_graph if rollout.cuda_graph else programs.decode
         self.cache: KVCache | None = None
         self.device_s = 0.0  # wall time of program calls
-        self._eos_ids = eos_ids
+        self._eos_ids, self._filters = eos_ids, filters
+        self._filters_rollouts = bool(rollout.sampling.filters)
         self._n_pages, self._on_failure = n_pages, on_failure
 
     def allocated_cache(self) -> KVCache:
@@ -132,15 +138,17 @@ class ModelRunner:
         seqs: list[list[Sequence]],
         *,
         adjusted: bool = False,
+        filtered: bool = False,
     ) -> DecodeOutput:
         """Prefill rows and one decode step of `seqs` in one dispatch.
 
         Uses the largest buckets only: only long prompts are worth mixing with decode. `adjusted`
-        selects the program with adjustments.
+        and `filtered` as in `decode`.
         """
         bucket = self.shapes.prefill_buckets[-1]
         prefilled = self._prefill_batch(rows, bucket)
-        batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
+        size = self.shapes.decode_buckets[-1]
+        batch = self.decode_batch(seqs, size, adjusted=adjusted, filtered=filtered)
         with self._call():
             self.cache, out = programs.mixed(
                 params, self.allocated_cache(), prefilled, batch, **self._static["mixed"]
@@ -178,14 +186,15 @@ class ModelRunner:
         n_steps: int,
         exit_at: int,
         adjusted: bool = False,
+        filtered: bool = False,
     ) -> DecodeOutput:
         """Up to `n_steps` decode steps, until `exit_at` or fewer sequences of a replica run.
 
-        `adjusted` selects the program with adjustments.
+        `adjusted` and `filtered` select the program with adjustments and with filters.
         """
-        batch = self.decode_batch(seqs, bucket, adjusted=adjusted)
+        batch = self.decode_batch(seqs, bucket, adjusted=adjusted, filtered=filtered)
         with self._call():
-            self.cache, out = programs.decode(
+            self.cache, out = self._decode(
                 params,
                 self.allocated_cache(),
                 batch,
@@ -196,20 +205,26 @@ class ModelRunner:
             return read_decode_output(out, seqs, speculative=self.speculation is not None)
 
     def declared(self, *, adjustable: bool) -> list[Dispatch]:
-        """Every program of the declared shapes; `adjustable` adds those with adjustments."""
-        shapes = self.shapes
-        variants = (False, True) if adjustable else (False,)
+        """Every program of the declared shapes; `adjustable` adds those with adjustments.
+
+        Programs that sample exist without filters, and with them if the engine has any. Those with
+        adjustments have the filters, too.
+        """
+        shapes, filtered = self.shapes, bool(self._filters)
+        variants = dict.fromkeys([(False, False), (False, filtered)])
+        variants = [*variants, (True, filtered)] if adjustable else [*variants]
         prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
-        mixed = [Dispatch("mixed", shapes.prefill_buckets[-1], v) for v in variants if shapes.mixed]
-        decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
+        longest = shapes.prefill_buckets[-1]
+        mixed = [Dispatch("mixed", longest, *v) for v in variants if shapes.mixed]
+        decode = [Dispatch("decode", b, *v) for v in variants for b in shapes.decode_buckets]
         kinds = COPIES if shapes.states else COPIES[:1]
         copies = [Dispatch(kind, COPIES_PER_CALL) for kind in kinds]
         return [*prefill, *mixed, *copies, *decode]
 
     def run_on_padding(self, params: Tree, program: Dispatch) -> None:
         """Runs a program without rows, which compiles it if it is not compiled yet."""
-        kind, bucket, adjusted = program
-        none = self._no_rows
+        (kind, bucket, *variant), none = program, self._no_rows
+        adjusted, filtered = variant
         if kind == "prefill":
             self.prefill(params, none, bucket)
         elif kind == "copy_pages":
@@ -217,15 +232,16 @@ class ModelRunner:
         elif kind == "copy_states":
             self.copy_states(none)
         elif kind == "mixed":
-            self.mixed(params, none, none, adjusted=adjusted)
+            self.mixed(params, none, none, adjusted=adjusted, filtered=filtered)
         else:
-            self.decode(params, none, bucket, n_steps=0, exit_at=0, adjusted=adjusted)
+            variant = {"adjusted": adjusted, "filtered": filtered}
+            self.decode(params, none, bucket, n_steps=0, exit_at=0, **variant)
 
     def lower_largest(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
-        """`lower` of the largest program of a kind, without adjustments."""
+        """`lower` of the largest program of a kind, for rollouts: without adjustments."""
         buckets = self.shapes.decode_buckets if kind == "decode" else self.shapes.prefill_buckets
         bucket = COPIES_PER_CALL if kind in COPIES else buckets[-1]
-        return self.lower(params, n_pages, Dispatch(kind, bucket))
+        return self.lower(params, n_pages, Dispatch(kind, bucket, filtered=self._filters_rollouts))
 
     def lower(self, params: Tree, n_pages: int, program: Dispatch) -> jax.stages.Lowered:
         """Lowers a program.
@@ -236,12 +252,12 @@ class ModelRunner:
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
         state = (cache,) if program.kind in COPIES else (params, cache)
-        jitted = getattr(programs, program.kind)
+        jitted = self._decode if program.kind == "decode" else getattr(programs, program.kind)
         return jitted.lower(*state, *self._padding(program), **self._static[program.kind])
 
     def _padding(self, program: Dispatch) -> tuple[Any, ...]:
         """The inputs of a program without rows."""
-        (kind, bucket, adjusted), none = program, self._no_rows
+        (kind, bucket, adjusted, filtered), none = program, self._no_rows
         if kind in COPIES:
             ids = np.zeros(self.pool.n_replicas * bucket, np.int32)
             by_window = dict.fromkeys(self.shapes.windows, ids)
@@ -249,9 +265,11 @@ class ModelRunner:
         if kind == "prefill":
             return (self._prefill_batch(none, bucket),)
         if kind == "mixed":
-            batch = self.decode_batch(none, self.shapes.decode_buckets[-1], adjusted=adjusted)
+            size = self.shapes.decode_buckets[-1]
+            batch = self.decode_batch(none, size, adjusted=adjusted, filtered=filtered)
             return self._prefill_batch(none, bucket), batch
-        return self.decode_batch(none, bucket, adjusted=adjusted), np.int32(0), np.int32(0)
+        batch = self.decode_batch(none, bucket, adjusted=adjusted, filtered=filtered)
+        return batch, np.int32(0), np.int32(0)
 
     @property
     def _no_rows(self) -> list[list[Any]]:
@@ -259,10 +277,15 @@ class ModelRunner:
         return [[] for _ in range(self.pool.n_replicas)]
 
     def decode_batch(
-        self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False
+        self,
+        seqs: list[list[Sequence]],
+        bucket: int,
+        *,
+        adjusted: bool = False,
+        filtered: bool = False,
     ) -> DecodeBatch:
-        rows = pad_replicas(seqs, bucket)
-        return decode_batch(rows, self.shapes, self._eos_ids, adjusted=adjusted)
+        rows, filters = pad_replicas(seqs, bucket), self._filters if filtered else ()
+        return decode_batch(rows, self.shapes, self._eos_ids, adjusted=adjusted, filters=filters)
 
     def _prefill_batch(self, rows: list[list[PrefillChunk]], bucket: int) -> PrefillBatch:
         return prefill_batch(pad_replicas(rows, bucket), self.shapes)

@@ -5,6 +5,7 @@ The KV cache is donated to each program, which updates it in place and returns i
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,12 @@ COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0, **ROUND_AS_WRITTEN}
 engine_program = functools.partial(
     jax.jit, compiler_options=COMPILER_OPTIONS, donate_argnames="cache"
 )
+# XLA's default kinds of operations in CUDA graphs, and loops.
+IN_GRAPHS = (
+    "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "DYNAMIC_SLICE_FUSION",
+    "COLLECTIVES_KERNEL", "WHILE",
+)  # fmt: skip
+GRAPH_OPTIONS = {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS)}
 
 
 @struct.dataclass
@@ -248,10 +255,10 @@ def copy_states(
     return run(None, cache, sources, targets)
 
 
-@functools.partial(
-    engine_program,
-    static_argnames=("rules", "implementation", "max_steps", "speculation", "keep_support"),
-)
+DECODE_STATIC = "rules", "implementation", "max_steps", "speculation", "keep_support"
+
+
+@functools.partial(engine_program, static_argnames=DECODE_STATIC)
 @jax.named_scope("rollout")
 def decode(
     params: Decoder,
@@ -293,3 +300,12 @@ def decode(
     )
     cache, out = run(params, cache, batch)
     return cache, jax.reshard(out, jax.P())
+
+
+# As `decode`, with its loop in one CUDA graph.
+decode_as_graph = jax.jit(
+    jax.named_scope("rollout")(inspect.unwrap(decode)),
+    compiler_options=COMPILER_OPTIONS | GRAPH_OPTIONS,
+    donate_argnames="cache",
+    static_argnames=DECODE_STATIC,
+)

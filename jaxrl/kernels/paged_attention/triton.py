@@ -28,7 +28,9 @@ from jaxrl.kernels.shard_attention import shard_paged_attention
 
 MAX_QUERIES = 64  # tokens x query heads per kv head in one program
 KEY_BLOCK = 64  # keys of a page processed at a time
-TARGET_PROGRAMS = 528  # fill a GPU of 132 multiprocessors; fewer rows x heads split their pages
+# Programs that fill a GPU of 132 multiprocessors. Rows x heads that are fewer than two per
+# multiprocessor split their pages; more leave out the kernels that combine the parts.
+TARGET_PROGRAMS, ENOUGH_PROGRAMS = 528, 264
 
 
 def paged_attention_triton(
@@ -75,7 +77,8 @@ def _local_attention(
     n_rows, _, M, _ = rows.q.shape
     n_columns = table.shape[1]
     scalars = table.reshape(-1), rows.low, rows.high, rows.window[None]
-    n_parts = min(pl.cdiv(TARGET_PROGRAMS, n_rows * K), n_columns)
+    split = n_rows * K < ENOUGH_PROGRAMS
+    n_parts = min(pl.cdiv(TARGET_PROGRAMS, n_rows * K), n_columns) if split else 1
     mean, norm = pl.pallas_call(
         functools.partial(
             _kernel, n_columns=n_columns, n_pieces=n_rows // len(table), n_parts=n_parts, spec=spec
@@ -99,6 +102,8 @@ def _local_attention(
         name="paged_attention_triton",
         interpret=interpret,
     )(*scalars, rows.q, rows.last, *pools)
+    if n_parts == 1:
+        return join_rows(mean[0], q.shape).astype(q.dtype)
     share = jnp.exp(norm - jnp.max(norm, axis=0))
     share /= jnp.sum(share, axis=0)
     out = jnp.sum(mean * share[..., None], axis=0)

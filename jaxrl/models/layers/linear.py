@@ -218,6 +218,8 @@ class Linear(nnx.Module):
             y = scatter_residual(y, rules) if partial else jax.reshard(y, out)
         else:
             out = rules.spec("batch", "time", *self.out_axes)
+            if self.lora is None and not isinstance(self.w, Quantized):
+                return jnp.reshape(self._with_bias(y, rules), shape, out_sharding=out)
             y = jnp.reshape(y, shape, out_sharding=out)
         if isinstance(self.w, Quantized):
             scale = jax.reshard(self.w.scale, rules.gathered(*self.bias_axes))
@@ -234,6 +236,14 @@ class Linear(nnx.Module):
                 y = (y.astype(jnp.float32) * gains).astype(y.dtype)
         y = materialize_gradient(y)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
+
+    def _with_bias(self, y: Float[Array, "B T O"], rules: Rules) -> Float[Array, "B T O"]:
+        """x Wᵀ + b before it gets its dimensions: on GPU the product then adds the bias."""
+        y = materialize_gradient(y)
+        if self.b is None:
+            return y
+        b = jax.reshard(self.b, rules.gathered(*self.bias_axes))
+        return y + jnp.reshape(b, -1, out_sharding=rules.gathered(self.bias_axes[0]))
 
     def gain(self, rules: Rules) -> Float[Array, "*out"]:
         """m / ||W + scale B A|| of every output, float32; for an adapter with magnitudes.

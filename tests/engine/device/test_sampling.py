@@ -8,19 +8,25 @@ import numpy as np
 import pytest
 
 from jaxrl.data.support import from_bits
-from jaxrl.engine.device.sampling import SamplingParams, cutoff_weight, row_keys, sample, uniforms
+from jaxrl.engine.device import sampling
+from jaxrl.engine.device.sampling import (
+    SamplingParams,
+    cutoff_gap,
+    row_keys,
+    sample,
+    softmax_of_blocks,
+    uniforms,
+)
 
 V = 700  # no multiple of the block
 jit_sample = jax.jit(sample)
 
 
-def params(n, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> SamplingParams:
-    return SamplingParams(
-        temperature=jnp.full(n, temperature, jnp.float32),
-        top_k=jnp.full(n, top_k, jnp.int32),
-        top_p=jnp.full(n, top_p, jnp.float32),
-        min_p=jnp.full(n, min_p, jnp.float32),
-    )
+def params(n, *, temperature=1.0, **filters) -> SamplingParams:
+    """Equal rows, with these filters only."""
+    dtypes = {"top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32}
+    columns = {name: jnp.full(n, value, dtypes[name]) for name, value in filters.items()}
+    return SamplingParams(jnp.full(n, temperature, jnp.float32), **columns)
 
 
 def random_logits(n=4, scale=3.0, seed=0) -> np.ndarray:
@@ -56,12 +62,26 @@ FILTERS = [
 ]
 
 
+def kept_by(logits: np.ndarray, rows: SamplingParams) -> np.ndarray:
+    """The tokens that the filters keep."""
+
+    @jax.jit
+    def find(logits, rows):
+        softmax = softmax_of_blocks(logits, rows.temperature)
+        gaps = softmax.gaps()
+        return gaps <= cutoff_gap(gaps, softmax, rows, logits.shape[1])[:, None, None]
+
+    kept = find(logits, rows).reshape(len(logits), -1)
+    return np.asarray(kept)[:, : logits.shape[1]]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("kw", FILTERS, ids=str)
-def test_filters_keep_exactly_the_tokens_of_the_numpy_reference(kw):
+def test_filters_keep_exactly_the_tokens_of_the_numpy_reference(kw, platform, monkeypatch):
+    """Also with the search of accelerators."""
+    monkeypatch.setattr(sampling, "target_platform", lambda: platform)
     logits = random_logits(8)
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    cutoff = np.asarray(cutoff_weight(weights[:, None], params(8, **kw), weights.shape[1]))
-    kept = np.asarray(weights) >= cutoff[:, None]
+    kept = kept_by(logits, params(8, **kw))
     full = dict(top_k=0, top_p=1.0, min_p=0.0) | kw
     want = np.stack([kept_reference(row, **full) for row in logits])
     np.testing.assert_array_equal(kept, want)
@@ -81,9 +101,7 @@ def test_the_token_at_the_cutoff_can_be_sampled():
 def test_tokens_that_tie_at_the_cutoff_are_kept():
     logits = np.full((1, V), -5.0, np.float32)
     logits[0, :3] = 2.0, 1.0, 1.0
-    weights = jnp.exp(logits - 2.0)
-    [cutoff] = np.asarray(cutoff_weight(weights[:, None], params(1, top_k=2), weights.shape[1]))
-    assert weights[0, 3] < cutoff <= weights[0, 1] == weights[0, 2] < 1
+    assert np.flatnonzero(kept_by(logits, params(1, top_k=2))).tolist() == [0, 1, 2]
 
 
 def draw(logits_row: np.ndarray, n: int, **kw) -> np.ndarray:
@@ -177,6 +195,27 @@ def test_rows_without_a_filter_have_two_bitwise_equal_logprobs():
     sampled = jit_sample(logits, jnp.full(3, 0.5), mixed)
     equal = np.asarray(sampled.logp) == np.asarray(sampled.behavior_logp)
     np.testing.assert_array_equal(equal, [True, True, False])
+
+
+def test_filters_of_other_rows_change_no_bit_of_a_row():
+    """Nor does the variant of the program that has filters."""
+    logits, uniform = jnp.asarray(random_logits(3)), jnp.array([0.2, 0.6, 0.9])
+    rows = SamplingParams(jnp.array([1.0, 0.0, 0.7]))
+    filtered = rows.replace(top_k=jnp.array([0, 0, 3]), top_p=jnp.array([1.0, 1.0, 0.5]))
+    want, got = jit_sample(logits, uniform, rows), jit_sample(logits, uniform, filtered)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:2], b[:2]), want, got)
+    assert got.behavior_logp[2] > want.behavior_logp[2]
+
+
+def test_the_single_pass_of_accelerators_samples_the_same_tokens(monkeypatch):
+    logits, uniform = jnp.asarray(random_logits(32)), jnp.linspace(0, 0.999, 32)
+    rows = SamplingParams(jnp.linspace(0, 2, 32), top_p=jnp.full(32, 0.9).at[::2].set(1))
+    want = jit_sample(logits, uniform, rows)
+    monkeypatch.setattr(sampling, "target_platform", lambda: "gpu")
+    got = jax.jit(lambda *args: sample(*args))(logits, uniform, rows)
+    np.testing.assert_array_equal(got.token, want.token)
+    np.testing.assert_allclose(got.logp, want.logp, atol=1e-5)
+    np.testing.assert_allclose(got.behavior_logp, want.behavior_logp, atol=1e-5)
 
 
 def test_extreme_uniforms_never_hit_a_token_of_weight_zero():
