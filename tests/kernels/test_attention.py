@@ -14,7 +14,7 @@ from jaxrl.kernels.attention import IMPLEMENTATIONS, attention
 from jaxrl.kernels.attention.blockwise import attention_blockwise
 from jaxrl.kernels.attention.limits import own_block
 from jaxrl.kernels.attention.splash import _block_schedule, attention_splash
-from jaxrl.kernels.attention.triton import attention_triton
+from jaxrl.kernels.attention.triton import attention_triton, heads_together
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.key_ranges import seen_by_ranges
 from jaxrl.kernels.visibility import separate_segments
@@ -97,18 +97,38 @@ def test_splash_equals_the_reference(one_device, heads, options):
 
 
 @pytest.mark.parametrize(
-    ("heads", "block", "options"),
+    ("heads", "block", "together", "options"),
     [
-        ((4, 1, 16), 128, dict(window=jnp.int32(70), softcap=2.0)),
-        pytest.param((6, 2, 32), 128, dict(), marks=pytest.mark.thorough),
-        pytest.param((4, 1, 16), 64, dict(window=40), marks=pytest.mark.thorough),
+        ((4, 1, 16), 128, 2, dict(window=jnp.int32(70), softcap=2.0)),
+        pytest.param((6, 2, 32), 128, 1, dict(), marks=pytest.mark.thorough),
+        pytest.param((4, 1, 16), 64, 4, dict(window=40), marks=pytest.mark.thorough),
     ],
 )
-def test_triton_equals_the_reference(one_device, heads, block, options):
+def test_triton_equals_the_reference(one_device, monkeypatch, heads, block, together, options):
+    """Programs of the gradients of keys sum over so many of the heads that share them."""
+    monkeypatch.setattr("jaxrl.kernels.attention.triton.heads_together", lambda *_: together)
     arrays, segments = problem(*heads)
     attend = functools.partial(triton, block=block)
     want, got = (value_and_grad(f, arrays, segments, **options) for f in (reference, attend))
     assert_close(want, got)
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "together"),
+    [
+        ((12, 2), 64, 1),  # 8,192 tokens: 128 programs with all 6 heads, 768 with one
+        ((12, 2), 128, 1),  # 256 and, with one head, 1,536
+        ((12, 2), 256, 3),  # 32,768 tokens: 512 and, with 3 heads, 1,024
+        ((28, 4), 64, 1),  # 256 and 1,792; 7 has no other divisor
+        ((28, 4), 256, 7),  # 32,768 tokens: 1,024
+        ((32, 8), 64, 2),  # 8,192 tokens: 512 and 1,024
+        ((32, 8), 128, 4),  # 1,024
+        ((4, 4), 1, 1),
+    ],
+)
+def test_heads_are_together_if_triton_has_programs_enough(heads, blocks, together):
+    N, K = heads
+    assert heads_together(N // K, blocks * K) == together
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Packed attention on NVIDIA GPUs: Pallas kernels in Triton, forward and backward.
 
 A program has a block of queries and visits the key blocks that one of them can see
-(triton_masks.py). In the backward pass, another one has a block of keys and visits the query blocks
-that can see it, over all heads that share its kv head. `own_block` (limits.py) is the size of the
-former, BLOCK that of the visited ones. Forward and backward follow
-https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+(triton_masks.py). The last block of a row, which as a rule sees most, starts first. In the backward
+pass, another one has a block of keys and visits the query blocks that can see it, over some or all
+heads that share its kv head (`heads_together`). `own_block` (limits.py) is the size of the former,
+BLOCK that of the visited ones. Forward and backward follow https://arxiv.org/abs/2307.08691,
+algorithms 1 and 2.
 Scores, softmax and sums are float32; matrix products use the operands' dtype.
 """
 
@@ -26,6 +27,10 @@ from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 from jaxrl.kernels.visibility import Visibility
+
+# Programs of the gradients of keys from which no more are made: about 8 for each core of a large
+# GPU, so that those with much work are not alone at the end.
+ENOUGH_PROGRAMS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +144,9 @@ def forward(kernels: Kernels, q, k, v, mask: TritonMask) -> tuple[jax.Array, jax
     q [B, T, N, H], k and v [B, S, K, H]; BLOCK divides T and S. Without visible keys the log is at
     most MASKED and the mean finite.
     """
-    B, T, N, H = q.shape
-    S, K = k.shape[1:3]
+    B, T, N, _ = q.shape
     own = kernels.own(q, T)
-    by_block, keys, numbers, of_queries, of_keys = _specs(own, S, H, N // K)
+    by_block, keys, numbers, of_queries, of_keys = _specs(q, k, own)
     out, norm = kernels.call(
         _forward_kernel,
         "packed_attention_fwd",
@@ -169,10 +173,9 @@ def backward(kernels: Kernels, q, k, v, out, norm, do, mask: TritonMask) -> tupl
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    G = N // K
     delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), do.astype(jnp.float32))
     own = kernels.own(q, T)
-    by_block, keys, numbers, of_queries, of_keys = _specs(own, S, H, G)
+    by_block, keys, numbers, of_queries, of_keys = _specs(q, k, own)
     blocks = pl.no_block_spec, pl.no_block_spec
     dq = kernels.call(
         _dq_kernel,
@@ -188,38 +191,61 @@ def backward(kernels: Kernels, q, k, v, out, norm, do, mask: TritonMask) -> tupl
     )(mask.key_blocks(own), q, k, v, do, norm, delta, mask)  # fmt: skip
 
     own = kernels.own(q, S)
+    G = heads_together(N // K, S // own * K * B)
+    parts = N // K // G  # programs per block of keys, which sum over G heads each
     queries = pl.BlockSpec((None, T, G, H), lambda j, h, b: (b, 0, h, 0))
     per_head = pl.BlockSpec((None, G, T), lambda j, h, b: (b, h, 0))
-    key_block = pl.BlockSpec((None, own, None, H), lambda j, h, b: (b, j, h, 0))
+    key_block = pl.BlockSpec((None, own, None, H), lambda j, h, b: (b, j, lax.div(h, parts), 0))
+    part = pl.BlockSpec((None, own, None, H), lambda j, h, b: (b, j, h, 0))
     all_queries = pl.BlockSpec((None, T), lambda j, h, b: (b, 0))
     own_keys = pl.BlockSpec((None, own), lambda j, h, b: (b, j))
-    dk, dv = kernels.call(
+    sums = jax.ShapeDtypeStruct((B, S, N // G, H), k.dtype if parts == 1 else jnp.float32)
+    grads = kernels.call(
         _dkv_kernel,
         "packed_attention_dkv",
         own,
-        grid=(S // own, K, B),
+        grid=(S // own, N // G, B),
         in_specs=[
             blocks, queries, key_block, key_block, queries, per_head, per_head,
             mask.specs(all_queries, own_keys),
         ],
-        out_specs=[key_block, key_block],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        out_specs=[part, part],
+        out_shape=[sums, sums],
     )(mask.query_blocks(S // own, own), q, k, v, do, norm, delta, mask)  # fmt: skip
+    dk, dv = (jnp.sum(x.reshape(B, S, K, parts, H), axis=3).astype(k.dtype) for x in grads)
     return dq, dk, dv
 
 
-def _specs(own: int, S: int, H: int, G: int) -> tuple[pl.BlockSpec, ...]:
+def heads_together(n_heads: int, n_programs: int) -> int:
+    """Query heads, of `n_heads` with one kv head, whose gradients of keys one program sums.
+
+    All, if the kernel then has enough programs (`n_programs`). Else fewer: the programs of the
+    first keys of long segments, which most queries see, would run alone at the end. The sums of
+    several programs are float32 arrays in memory, added in a fixed order.
+    """
+    divisors = [g for g in range(n_heads, 0, -1) if n_heads % g == 0]
+    return next((g for g in divisors if n_heads // g * n_programs >= ENOUGH_PROGRAMS), 1)
+
+
+def _specs(q: jax.Array, k: jax.Array, own: int) -> tuple[pl.BlockSpec, ...]:
     """Block specs of `own` queries, keys, numbers per head, per query of the block, and per key.
 
-    The grid is (query block, head, row).
+    The grid is (query block from the last to the first, head, row).
     """
+    (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
+    last = T // own - 1
     return (
-        pl.BlockSpec((None, own, None, H), lambda i, n, b: (b, i, n, 0)),
-        pl.BlockSpec((None, S, None, H), lambda i, n, b: (b, 0, lax.div(n, G), 0)),
-        pl.BlockSpec((None, None, own), lambda i, n, b: (b, n, i)),
-        pl.BlockSpec((None, own), lambda i, n, b: (b, i)),
+        pl.BlockSpec((None, own, None, H), lambda i, n, b: (b, last - i, n, 0)),
+        pl.BlockSpec((None, S, None, H), lambda i, n, b: (b, 0, lax.div(n, N // K), 0)),
+        pl.BlockSpec((None, None, own), lambda i, n, b: (b, n, last - i)),
+        pl.BlockSpec((None, own), lambda i, n, b: (b, last - i)),
         pl.BlockSpec((None, S), lambda i, n, b: (b, 0)),
     )
+
+
+def _query_block():
+    """The query block of a program (`_specs`)."""
+    return pl.num_programs(0) - 1 - pl.program_id(0)
 
 
 def _places(block, size: int = BLOCK):
@@ -237,7 +263,7 @@ def _in_columns(numbers):
 def _forward_kernel(
     kernels: Kernels, key_blocks, q_ref, k_ref, v_ref, mask: TritonMask, out_ref, norm_ref
 ):
-    i, b = pl.program_id(0), pl.program_id(2)
+    i, b = _query_block(), pl.program_id(2)
     q = q_ref[...]
     queries = _in_rows((_places(i, len(q)), mask.queries()))
     begin, end, key_block = mask.visits(key_blocks, b, i)
@@ -273,7 +299,7 @@ def _dq_kernel(
     mask: TritonMask,
     dq_ref,
 ):
-    i, b = pl.program_id(0), pl.program_id(2)
+    i, b = _query_block(), pl.program_id(2)
     q, do = q_ref[...], do_ref[...]
     norm, delta = _in_rows((norm_ref[...], delta_ref[...]))
     queries = _in_rows((_places(i, len(q)), mask.queries()))

@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.models.config import AttentionConfig, Rope
 from jaxrl.models.families.rotary import read_rope, scaling_json
-from jaxrl.models.layers.rope import inverse_frequencies, rotate, rotations
+from jaxrl.models.layers.rope import Rotation, inverse_frequencies, rotate, rotations
 
 CASES = json.loads((Path(__file__).parent / "golden_rope.json").read_text())
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768)
@@ -69,3 +70,18 @@ def test_only_models_with_an_amplitude_multiply_by_it():
     assert rotations([mixer(), mixer(kind="linear", factor=2.0)]).amplitude is None
     both = rotations([mixer(), mixer(attention_factor=1.5)])
     np.testing.assert_array_equal(both.amplitude, np.float32([1.0, 1.5]))
+
+
+def test_rotation_on_tpu_gives_the_bits_of_halves(monkeypatch):
+    """Values and gradients in bfloat16."""
+    numbers = np.random.default_rng(0).standard_normal((2, 1, 5, 2, 8))
+    x, d_out = jnp.asarray(numbers, jnp.bfloat16)
+    positions = jnp.array([[0, 1, 2, 700, 701]])
+    rotation = Rotation(jnp.array([1.0, 0.3, 0.1, 0.01]), jnp.float32(1.5))
+    results = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr("jaxrl.models.layers.rope.target_platform", lambda p=platform: p)
+        out, pull = jax.vjp(lambda x: rotate(x, positions, rotation), x)
+        results.append((out, *pull(d_out)))
+    for halves, product in zip(*results, strict=True):
+        np.testing.assert_array_equal(halves, product)
