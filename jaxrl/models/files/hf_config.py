@@ -13,6 +13,7 @@ from jaxrl.models.families import (
     llama,
     mistral,
     mixtral,
+    olmo2,
     qwen2,
     qwen3,
     qwen3_5,
@@ -38,6 +39,7 @@ FAMILIES = {
     "qwen3_5_moe": qwen3_5_moe,
     "qwen3_next": qwen3_next,
     "mixtral": mixtral,
+    "olmo2": olmo2,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
