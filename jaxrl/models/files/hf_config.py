@@ -14,6 +14,7 @@ from jaxrl.models.families import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     qwen2,
     qwen3,
     qwen3_5,
@@ -40,6 +41,7 @@ FAMILIES = {
     "qwen3_next": qwen3_next,
     "mixtral": mixtral,
     "olmo2": olmo2,
+    "olmo3": olmo3,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
