@@ -15,6 +15,7 @@ from jaxrl.models.families import (
     mixtral,
     olmo2,
     olmo3,
+    phi3,
     qwen2,
     qwen3,
     qwen3_5,
@@ -42,6 +43,7 @@ FAMILIES = {
     "mixtral": mixtral,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "phi3": phi3,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
