@@ -10,6 +10,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
     gemma2,
     gemma3,
+    glm4,
     llama,
     mistral,
     mixtral,
@@ -44,6 +45,7 @@ FAMILIES = {
     "olmo2": olmo2,
     "olmo3": olmo3,
     "phi3": phi3,
+    "glm4": glm4,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
