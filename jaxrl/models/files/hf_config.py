@@ -23,6 +23,7 @@ from jaxrl.models.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    smollm3,
 )
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
@@ -46,6 +47,7 @@ FAMILIES = {
     "olmo3": olmo3,
     "phi3": phi3,
     "glm4": glm4,
+    "smollm3": smollm3,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
