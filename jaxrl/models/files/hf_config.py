@@ -11,6 +11,7 @@ from jaxrl.models.families import (
     gemma2,
     gemma3,
     glm4,
+    granite,
     llama,
     mistral,
     mixtral,
@@ -48,6 +49,7 @@ FAMILIES = {
     "phi3": phi3,
     "glm4": glm4,
     "smollm3": smollm3,
+    "granite": granite,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
