@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
+    gemma,
     gemma2,
     gemma3,
     glm4,
@@ -50,6 +51,7 @@ FAMILIES = {
     "glm4": glm4,
     "smollm3": smollm3,
     "granite": granite,
+    "gemma": gemma,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
