@@ -25,6 +25,7 @@ from jaxrl.models.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
     smollm3,
 )
 from jaxrl.models.families.entries import check_known
@@ -52,6 +53,7 @@ FAMILIES = {
     "smollm3": smollm3,
     "granite": granite,
     "gemma": gemma,
+    "seed_oss": seed_oss,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
