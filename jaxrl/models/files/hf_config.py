@@ -14,6 +14,7 @@ from jaxrl.models.families import (
     glm4,
     granite,
     llama,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -54,6 +55,7 @@ FAMILIES = {
     "granite": granite,
     "gemma": gemma,
     "seed_oss": seed_oss,
+    "ministral3": ministral3,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
