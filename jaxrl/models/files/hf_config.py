@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
+    cohere2,
     gemma,
     gemma2,
     gemma3,
@@ -56,6 +57,7 @@ FAMILIES = {
     "gemma": gemma,
     "seed_oss": seed_oss,
     "ministral3": ministral3,
+    "cohere2": cohere2,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
