@@ -22,6 +22,7 @@ from jaxrl.models.families import (
     olmo3,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
@@ -58,6 +59,7 @@ FAMILIES = {
     "seed_oss": seed_oss,
     "ministral3": ministral3,
     "cohere2": cohere2,
+    "qwen2_moe": qwen2_moe,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
