@@ -9,6 +9,7 @@ from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
     cohere2,
+    exaone4,
     gemma,
     gemma2,
     gemma3,
@@ -60,6 +61,7 @@ FAMILIES = {
     "ministral3": ministral3,
     "cohere2": cohere2,
     "qwen2_moe": qwen2_moe,
+    "exaone4": exaone4,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
