@@ -31,6 +31,7 @@ from jaxrl.models.families import (
     qwen3_next,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
@@ -62,6 +63,7 @@ FAMILIES = {
     "cohere2": cohere2,
     "qwen2_moe": qwen2_moe,
     "exaone4": exaone4,
+    "starcoder2": starcoder2,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
