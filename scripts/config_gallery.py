@@ -15,6 +15,12 @@ After this page you know which file of `configs/` to start from. Each file's doc
 data, mesh, memory and results. The page is the output of
 `python scripts/config_gallery.py > docs/reference/configs.md`.
 """
+PUBLISHED = """\
+## Published benchmarks of other systems
+
+[The accuracy of the planner](../concepts/planner_accuracy.md) compares their plans with the
+published figures.
+"""
 NONE = "not measured yet"
 
 
@@ -23,11 +29,13 @@ def main() -> None:
 
 
 def page() -> str:
-    """The page: one section per size of hardware, one entry per file."""
+    """The page: a section per size of hardware, one of benchmarks, an entry per file."""
     found = [entry(path) for path in sorted(CONFIGS.glob("*.py"))]
     on_cpu = [text for is_small, text in found if is_small]
     others = [text for is_small, text in found if not is_small]
+    published = [entry(path)[1] for path in sorted(CONFIGS.glob("bench/*.py"))]
     sections = [HEAD, "## On two CPU cores\n", *on_cpu, "## On TPUs and GPUs\n", *others]
+    sections += [PUBLISHED, *published]
     return "\n".join(sections)
 
 
@@ -40,7 +48,7 @@ def entry(path: Path) -> tuple[bool, str]:
     hardware = "two CPU cores" if is_small else labelled(paragraphs, "Hardware")
     time = labelled(paragraphs, "Minutes and result") or labelled(paragraphs, "Result")
     lines = [
-        f"### `configs/{path.name}`",
+        f"### `configs/{path.relative_to(CONFIGS)}`",
         "",
         f"{paragraphs[0]}",
         "",

@@ -299,6 +299,25 @@ MODELS = {
         ),
     ),
     "starcoder2": ("Starcoder2", dict(num_hidden_layers=2, sliding_window=7, **SMALL)),
+    "glm4_moe": (
+        "Glm4Moe",
+        dict(
+            num_hidden_layers=3,
+            head_dim=16,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            n_shared_experts=2,
+            n_group=3,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=0,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0, partial_rotary_factor=0.5),
+        ),
+    ),
 }
 WITH_TEXT_CONFIG = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")  # the other class includes images
 SCORED = ("llama", "qwen2", "gemma3")
@@ -348,7 +367,8 @@ ROWS, LENGTH = 2, 40
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Scales weights so that attention is peaked; moves norms and biases from their defaults."""
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
+    corrections = [(name, w) for name, w in model.named_buffers() if "correction_bias" in name]
+    for name, weight in [*model.named_parameters(), *corrections]:
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name:
             weight.data += 0.3 * noise

@@ -497,6 +497,22 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
             [{}, dict(attention_dropout=0.1, residual_dropout=0.1, embedding_dropout=0.1)],
         ],
     ),
+    "glm4_moe": (
+        dict(moe_intermediate_size=20),
+        [
+            [{}, dict(rope_parameters=yarn(rope_theta=300.0)), *QWEN3_5_ROPES],
+            *(EPS, TIED, NOTES, BIAS, ACTS, EXPERTS),
+            [dict(num_key_value_heads=1), dict(num_key_value_heads=4, head_dim=16)],
+            [dict(n_routed_experts=6), dict(n_routed_experts=12)],
+            [{}, dict(n_group=2, topk_group=1), dict(n_group=3, topk_group=2), dict(n_group=2)],
+            [{}, dict(n_shared_experts=2)],
+            [{}, dict(norm_topk_prob=True), dict(norm_topk_prob=False)],
+            [{}, dict(routed_scaling_factor=2.5), dict(routed_scaling_factor=1.0)],
+            [{}, dict(use_qk_norm=True), dict(use_qk_norm=False)],
+            [{}, dict(first_k_dense_replace=0), dict(first_k_dense_replace=2)],
+            [{}, dict(num_nextn_predict_layers=0), May(sliding_window=5)],
+        ],
+    ),
 }
 
 
@@ -558,20 +574,25 @@ def logits(config: Json, seed: int) -> np.ndarray:
         return model.eval()(tokens).logits.numpy()[0, SHOWN]
 
 
-def main(target: Path, names: Sequence[str]) -> None:
-    """Writes all families, or these names only; the logits of the others are kept."""
+def main(target: Path, families: list[str]) -> None:
+    """Writes all families, or these in place of what the files have of them."""
     target /= "golden_configs"
     target.mkdir(exist_ok=True)
     found, saved = [], {}
-    if names:
-        saved = dict(np.load(target / "logits.npz"))
+    if families:
+        before = json.loads((target / "configs.json").read_text())
+        found = [case for case in before if case["config"]["model_type"] not in families]
+        logits_before = np.load(target / "logits.npz")
+        names = {case["name"] for case in found} & set(logits_before.files)
+        saved = {name: logits_before[name] for name in logits_before.files if name in names}
     for family, (extra, options) in FAMILIES.items():
+        if families and family not in families:
+            continue
         for i, (drawn, may_refuse) in enumerate(draws(len(found), options)):
             name, seed = f"{family}_{i}", len(found)
             config = dict(model_type=family) | SHAPE | extra | drawn
             try:
-                if family in names or not names:
-                    saved[name] = logits(config, seed)
+                saved[name] = logits(config, seed)
             except Exception as error:
                 if not may_refuse:
                     raise ValueError(f"transformers refuses {drawn}") from error

@@ -7,6 +7,7 @@ from sharding.mesh import (
     first_devices,
     make_mesh,
     needs_trial_run,
+    target_cores,
     target_device_kind,
     target_platform,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "restore_memory_space",
     "row_order",
     "scatter_residual",
+    "target_cores",
     "target_device_kind",
     "target_platform",
     "to_device",

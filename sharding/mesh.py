@@ -115,6 +115,12 @@ def target_device_kind() -> str:
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
+def target_cores() -> int:
+    """Cores of a device of the current mesh that share its memory: 2 on TPU v4 and v5p."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device.num_cores if device is not None else None) or 1
+
+
 def needs_trial_run() -> bool:
     """Whether a compiled program should run once on padding before its first use.
 

@@ -22,7 +22,7 @@ from jaxrl.learner.policy_objective import (
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.router import Balance, balance_loss, no_load
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.layers.moe import RouterLoad
+from jaxrl.models.layers.router import RouterLoad
 from jaxrl.models.lora import combine, split
 from jaxrl.models.packed import forward_routed, pipelined_gradients
 from jaxrl.types import Batch, Tree

@@ -25,7 +25,7 @@ from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.learner.requirements import kl_in_loss, needs_every_response, ratio_source
 from jaxrl.learner.router import no_load
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.layers.moe import RouterLoad
+from jaxrl.models.layers.router import RouterLoad
 from jaxrl.types import Batch, Tree
 
 

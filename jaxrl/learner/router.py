@@ -8,15 +8,26 @@ experts per token.
 f_e has no gradient. With f_e known, L is a sum over tokens, so it does not depend on the split of
 the mini-batch into micro-batches; a forward pass over all of them counts f_e before the first
 gradient.
+
+A router with a correction can be balanced without a loss as well: an optimizer step moves the bias
+of every expert by a fixed rate, against the error of its load
+(https://arxiv.org/abs/2408.15664, algorithm 1).
 """
 
+import functools
+import re
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
 from jaxrl import types
-from jaxrl.models.config import DecoderConfig
-from jaxrl.models.layers.moe import RouterLoad
+from jaxrl.models.config import DecoderConfig, MoEConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.layers.router import CORRECTION, RouterLoad
+from jaxrl.models.spec import hf_names, is_spec
 
 
 @struct.dataclass
@@ -56,3 +67,54 @@ def router_metrics(load: RouterLoad | None) -> dict[str, Float[Array, ""]]:
         "router/load_max": jnp.max(load.count / mean),
         "router/load_min": jnp.min(load.count / mean),
     }
+
+
+def check_correction(rate: float, model: DecoderConfig) -> None:
+    """Raises ValueError if the corrections of a model cannot be updated with this rate."""
+    if not rate:
+        return
+    if not any(ffn.router.correction for ffn in model.expert_layers):
+        raise ValueError(
+            f"config.learner.router_bias_rate = {rate} changes the correction biases of routers, "
+            f"but this {model.family} model has none; set it to 0"
+        )
+    if model.lora is not None:
+        raise ValueError(
+            f"config.learner.router_bias_rate = {rate} changes the base model, which adapters "
+            "leave as it is; set it to 0, or config.lora.rank to 0"
+        )
+
+
+@functools.cache
+def correction_places(model: DecoderConfig) -> dict[int, np.ndarray]:
+    """The corrections' places among the leaves of a model -> their rows of its router load."""
+    of_experts = [i for i, layer in enumerate(model.layers) if isinstance(layer.ffn, MoEConfig)]
+    found = {}
+    for place, spec in enumerate(jax.tree.leaves(decoder_specs(model), is_leaf=is_spec)):
+        if spec.hf.endswith(CORRECTION):
+            layers = [int(re.findall(r"\d+", name)[0]) for name in hf_names(spec)]
+            rows = np.array([of_experts.index(layer) for layer in layers])
+            found[place] = rows.reshape(spec.stacked_shape)
+    return found
+
+
+def moved_corrections(
+    corrections: list[Float[Array, "*L E"]],
+    load: RouterLoad,
+    rows: list[np.ndarray],
+    *,
+    rate: float,
+) -> list[Float[Array, "*L E"]]:
+    """The corrections after an optimizer step: b + rate sign(mean count - count).
+
+    `rows` are those of `correction_places`. Counts are compared as integers, so the signs do not
+    depend on the order of a sum.
+    """
+    count = jax.reshard(load.count, jax.P()).astype(jnp.int32)
+    mean, rest = jnp.divmod(jnp.sum(count, axis=-1, keepdims=True), count.shape[-1])
+    below = (count < mean) | ((count == mean) & (rest > 0))
+    sign = below.astype(jnp.float32) - (count > mean).astype(jnp.float32)
+    return [
+        b + rate * jax.reshard(sign[row], jax.typeof(b).sharding.spec)
+        for b, row in zip(corrections, rows, strict=True)
+    ]

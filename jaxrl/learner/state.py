@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -155,9 +156,9 @@ def trained_arrays(model: FlatTree) -> FlatTree:
     return FlatTree((model.leaves[i] for i in places), structure)
 
 
-def with_trained(model: FlatTree, trained: FlatTree) -> Tree:
-    """The tree of a model with new arrays in the places of `trained_arrays`."""
-    leaves = list(model.leaves)
+def with_trained(model: FlatTree, trained: FlatTree, others: Mapping[int, jax.Array]) -> Tree:
+    """The tree of a model with new arrays in the places of `trained_arrays`, and `others`."""
+    leaves = [others.get(i, leaf) for i, leaf in enumerate(model.leaves)]
     for i, leaf in zip(_trained_places(model.structure)[0], trained.leaves, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(model.structure, leaves)

@@ -27,7 +27,13 @@ from jaxrl.learner.loss import (
 from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.policy_objective import Coefs, LossSums, zero_sums
 from jaxrl.learner.requirements import adapts_coefs
-from jaxrl.learner.router import Balance, no_load, router_metrics
+from jaxrl.learner.router import (
+    Balance,
+    correction_places,
+    moved_corrections,
+    no_load,
+    router_metrics,
+)
 from jaxrl.learner.state import apply_gradients, trained_arrays, with_trained
 from jaxrl.learner.xla import compiler_options
 from jaxrl.learner.zero import Zero
@@ -114,6 +120,7 @@ class Update:
         self._gradients = functools.partial(loss_gradients, objective, cfg=cfg, rules=rules)
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0
+        self._bias_rate = cfg.learner.router_bias_rate
         self._restricts = cfg.algorithm.keep_sampling_mask
         self.put = functools.partial(put_batch, rules=rules)
         # Changing coefficients are array arguments: as constants they would recompile every step.
@@ -196,9 +203,17 @@ class Update:
         """
         whole = flatten(state.params)
         params, opt_state, step = trained_arrays(whole), state.opt_state, state.step
-        stepped, metrics = self._step(params, opt_state, step, total, extra_weight)
-        params = with_trained(whole, stepped.params)
+        places = self._moved_places(state.params)
+        corrections = [whole.leaves[i] for i in places]
+        stepped, metrics, moved = self._step(
+            params, opt_state, step, total, extra_weight, corrections
+        )
+        params = with_trained(whole, stepped.params, dict(zip(places, moved, strict=True)))
         return dataclasses.replace(stepped, params=params), metrics
+
+    def _moved_places(self, params: Tree) -> list[int]:
+        """Places of the routers' corrections among the leaves of a model, if a step moves them."""
+        return list(correction_places(params.cfg)) if self._bias_rate else []
 
     def n_vocab(self, params: Tree) -> int:
         """Ids in the bitsets of a batch; 0 if the loss does not restrict the policy to them."""
@@ -217,8 +232,10 @@ class Update:
             counting = {"count": functools.partial(self.count.lower, state.params, balance, batch)}
         sums, coefs = _without_grads(total), self._arrays(None)
         accumulated = state.params, ref_params, *sums, batch, balance, coefs
-        trained = trained_arrays(flatten(state.params))
-        applied = trained, state.opt_state, state.step, total, np.float32(0)
+        whole = flatten(state.params)
+        corrections = [whole.leaves[i] for i in self._moved_places(state.params)]
+        sizes = trained_arrays(whole), state.opt_state, state.step, total, np.float32(0)
+        applied = *sizes, corrections
         return counting | {
             "accumulate": functools.partial(self._add.lower, *accumulated),
             "apply": functools.partial(self._step.lower, *applied),
@@ -274,7 +291,9 @@ class Update:
         return GradSums(flatten(added), sums)
 
     @jax.named_scope("optimizer")
-    def _apply(self, params, opt_state, step, total: GradSums, extra_weight):
+    def _apply(
+        self, params, opt_state, step, total: GradSums, extra_weight, corrections: list[jax.Array]
+    ):
         state, sums = TrainState(params, opt_state, step), total.sums
         weight = sums.weight + extra_weight
         empty = weight <= 0  # padding, or every token is rejected
@@ -297,7 +316,11 @@ class Update:
         # The barrier keeps XLA from computing both again in the loop of every array.
         keep, factor = jax.lax.optimization_barrier((nonfinite | empty, factor))
         state = apply_gradients(state, total.grads, self._optimizer, keep=keep, factor=factor)
-        return dataclasses.replace(state, params=flatten(state.params)), metrics
+        if corrections and sums.router is not None:
+            rows = list(correction_places(params.cfg).values())
+            moved = moved_corrections(corrections, sums.router, rows, rate=self._bias_rate)
+            corrections = jax.tree.map(functools.partial(jnp.where, keep), corrections, moved)
+        return dataclasses.replace(state, params=flatten(state.params)), metrics, corrections
 
 
 def _mesh(params: Tree) -> jax.sharding.Mesh:

@@ -79,7 +79,7 @@ def target_name(layer: str) -> str:
     So "gate_proj" is one of the experts, or of a dense layer, and "shared_expert.gate_proj" is not.
     """
     parts = layer.split(".")
-    return ".".join(parts[-2 if "shared_expert" in parts else -1 :])
+    return ".".join(parts[-2 if {"shared_expert", "shared_experts"} & set(parts) else -1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +190,19 @@ class MLPConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """Choice of the top_k experts of a token, and their weights (layers/router.py)."""
+
+    top_k: int
+    score: str = "softmax"  # of an expert's logit: "softmax" over all experts | "sigmoid"
+    norm: bool = True  # normalize the weights of a token's experts to sum to 1
+    correction: bool = False  # a bias of every expert, which counts in the choice only
+    n_groups: int = 1  # of experts next to each other; a token chooses in top_groups of them
+    top_groups: int = 1
+    scale: float = 1.0  # of the weights
+
+
+@dataclasses.dataclass(frozen=True)
 class MoEConfig:
     """Mixture of E experts of one layer, each F wide; a token uses top_k of them.
 
@@ -197,13 +210,18 @@ class MoEConfig:
     """
 
     E: int
-    top_k: int
+    router: RouterConfig
     F: int
     act: str = "silu"
-    norm_topk: bool = True  # normalize the weights of a token's experts to sum to 1
-    shared_F: int = 0  # width of the shared expert, which has a gate; 0 = none
+    shared_F: int = 0  # width of the shared expert; 0 = none
+    shared_gate: bool = True  # the shared expert's output is multiplied by a sigmoid of its gate
     names: str = "qwen3_moe"  # of the tensors in files: key of HF_NAMES in layers/moe.py
     n_matrices: ClassVar[int] = 3  # of every expert
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token, without the shared one."""
+        return self.router.top_k
 
     @property
     def active_features(self) -> int:
@@ -218,7 +236,7 @@ class MoEConfig:
     @property
     def gate_rows(self) -> int:
         """Rows of D weights that choose or scale the network of a token."""
-        return self.E + bool(self.shared_F)
+        return self.E + bool(self.shared_F and self.shared_gate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +382,8 @@ def uniform_decoder(
     """
     ffn: MLPConfig | MoEConfig = MLPConfig(F, act, mlp_bias, mlp_gated, mlp_fused)
     if E:
-        ffn = MoEConfig(E, top_k, F_expert, act, norm_topk, shared_F, names=family)
+        router = RouterConfig(top_k, norm=norm_topk)
+        ffn = MoEConfig(E, router, F_expert, act, shared_F, names=family)
         model["dense_F"] = F
     layers = []
     for window in windows or (0,) * L:

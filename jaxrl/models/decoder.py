@@ -26,9 +26,10 @@ from jaxrl.models.layers.experts import ExpertMatrix
 from jaxrl.models.layers.gated_delta_net import GatedDeltaNet
 from jaxrl.models.layers.linear import MakeParam, make_spec
 from jaxrl.models.layers.mlp import MLP, SharedExpert
-from jaxrl.models.layers.moe import Live, MoE, RouterLoad, keeps_stack
+from jaxrl.models.layers.moe import MoE, keeps_stack
 from jaxrl.models.layers.norms import LayerNorm, RMSNorm, make_norm
 from jaxrl.models.layers.rope import Rotation, rotations
+from jaxrl.models.layers.router import Live, RouterLoad
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
 from jaxrl.models.layers.tables import table_adapters
 from jaxrl.models.remat import layer_input, loop_remat, recompute, scan_remat

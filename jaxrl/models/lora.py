@@ -238,7 +238,8 @@ def merged_weight(
 def split(model: Decoder) -> tuple[Tree, Tree]:
     """(arrays that training changes, frozen arrays); each has MaskedNode in place of the others.
 
-    Without adapters all arrays are trained. `model` may also be a tree of specs.
+    Without adapters all arrays are trained, except the corrections of routers, which have no
+    gradient. `model` may also be a tree of specs.
     """
     trained = _is_trained(model)
     return _select(model, trained), _select(model, jax.tree.map(lambda t: not t, trained))
@@ -259,6 +260,8 @@ def checkpoint_part(model: Decoder) -> Tree:
 
     The others, MaskedNodes here, are in the folder of the base model.
     """
+    if model.cfg.lora is None:
+        return model
     return _select(model, _in_parts(model, "lora", "score"))
 
 
@@ -276,20 +279,15 @@ def with_base(saved: Tree, base: Decoder) -> Decoder:
 
 def _is_trained(model: Decoder) -> Tree:
     """A tree of bools."""
-    is_start = _in_parts(model, "a0", "b0")
-    chosen = _in_parts(model, "lora", "score")
+    fixed = _in_parts(model, "a0", "b0", "correction")
     if model.cfg.lora is None:
-        return chosen
-    return jax.tree.map(lambda chosen, start: chosen and not start, chosen, is_start)
+        return jax.tree.map(lambda fixed: not fixed, fixed)
+    chosen = _in_parts(model, "lora", "score")
+    return jax.tree.map(lambda chosen, fixed: chosen and not fixed, chosen, fixed)
 
 
 def _in_parts(model: Decoder, *parts: str) -> Tree:
-    """A tree of bools: whether an array is in a part of one of these names.
-
-    All arrays of a model without adapters are.
-    """
-    if model.cfg.lora is None:
-        return jax.tree.map(lambda _: True, model)
+    """A tree of bools: whether an array is in a part of one of these names."""
 
     def is_part(path, _) -> bool:
         names = {getattr(key, "name", getattr(key, "key", None)) for key in path}

@@ -20,7 +20,8 @@ from jaxrl.models.decoder import Decoder, scan_layers, stacked_layers
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from jaxrl.models.layers.linear import Linear
 from jaxrl.models.layers.mlp import MLP
-from jaxrl.models.layers.moe import MoE, RouterLoad
+from jaxrl.models.layers.moe import MoE
+from jaxrl.models.layers.router import RouterLoad
 from jaxrl.models.lora import combine, split
 from jaxrl.models.pipeline import run_stages, to_micro_batches
 from jaxrl.models.pipeline_1f1b import gradients_1f1b

@@ -18,17 +18,18 @@ from jaxrl.planner.remedies import remedies_text
 from jaxrl.planner.report import as_text, format_bytes, format_seconds
 from jaxrl.planner.sizes import Job, settings_of
 from jaxrl.planner.topology import Topology
+from jaxrl.runtime.device_memory import jax_share, whole_bytes
 from sharding import target_platform
 
 SHORT = 0.1  # short responses, as a part of the maximum
 SLOW_S = 60.0  # then the line says what to lower
 
 
-def device_memory() -> int | None:
-    """Usable bytes of the smallest local device; None if devices do not report it (CPU)."""
+def device_memory() -> float | None:
+    """Bytes of the smallest local device; None if devices do not report them (CPU)."""
     stats = [device.memory_stats() for device in jax.local_devices()]
-    limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
-    return min(limits) if limits else None
+    sizes = [whole_bytes(s) for s in stats if s and "bytes_limit" in s]
+    return min(sizes) if sizes else None
 
 
 def attached_job(
@@ -45,7 +46,10 @@ def attached_job(
     mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
     platform = target_platform()
     chip = dataclasses.replace(
-        CHIPS["cpu"], name=jax.local_devices()[0].device_kind, memory_bytes=float(memory_bytes)
+        CHIPS["cpu"],
+        name=jax.local_devices()[0].device_kind,
+        memory_bytes=float(memory_bytes),
+        jax_share=jax_share(),
     )
     machine = Topology(
         f"{mesh.size + len(rollout) * jax.process_count()} {platform} devices",

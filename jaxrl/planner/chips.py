@@ -13,6 +13,8 @@ import dataclasses
 import math
 import re
 
+from jaxrl.runtime.start import GPU_MEMORY_SHARE
+
 GIB = 2**30
 
 
@@ -30,6 +32,11 @@ class Chip:
     node: int  # devices per node; 0 = all
     l2_bytes: float = 0.0  # cache between HBM and the cores; 0 = none, or unknown
     clock_hz: float = 0.0  # of a TPU; 0 = unknown
+    jax_share: float = 1.0  # part of the memory that JAX takes
+
+    def usable_bytes(self, memory_utilization: float) -> float:
+        """The memory that a run may use with this `rollout.memory_utilization`."""
+        return min(memory_utilization, self.jax_share) * self.memory_bytes
 
     def rate(self, dtype: str) -> float:
         return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
@@ -77,7 +84,8 @@ def _gpu(
     # Float32 products as TF32, at half the rate of bfloat16.
     flops = {"bf16": tera * 1e12, "f16": tera * 1e12, "f32": tera / 2 * 1e12}
     rates = (giga * 1e9, link * 1e9, network * 1e9, host * 1e9)
-    return Chip(name, gib * GIB, flops, *rates, 8, float(die.l2_bytes))
+    share = GPU_MEMORY_SHARE
+    return Chip(name, gib * GIB, flops, *rates, 8, float(die.l2_bytes), jax_share=share)
 
 
 CHIPS = {

@@ -352,7 +352,7 @@ def _covers_reductions(job: Job) -> bool:
 def free_bytes(job: Job, settings: CandidateSettings, memory: MemoryEstimate) -> float:
     """Memory of a device that the run leaves to KV pages."""
     released = job.cfg.rollout.release_kv or settings.release_kv
-    usable = job.cfg.rollout.memory_utilization * job.machine.chip.memory_bytes
+    usable = job.machine.chip.usable_bytes(job.cfg.rollout.memory_utilization)
     return usable - (memory.rollout if released else memory.peak)
 
 

@@ -44,7 +44,7 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     """
     cfg, engine = run.cfg.rollout, run.engine
     state_bytes = run.state_bytes
-    budget = int(cfg.memory_utilization * chip.memory_bytes)
+    budget = int(chip.usable_bytes(cfg.memory_utilization))
     pool_bytes = run.pool_bytes.of_pages(run.n_pages) + state_bytes
     live = {name: live_bytes(p, run, pool_bytes) for name, p in programs.items()}
     if "policy" in run.cfg.learner.offload:

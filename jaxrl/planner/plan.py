@@ -11,17 +11,13 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.mesh_check import check_mesh
-from jaxrl.planner.call_times import (
-    compiler_seconds,
-    resource_seconds,
-    roofline,
-    serial,
-    serial_seconds,
-)
+from jaxrl.planner.calibration import factors_of, round_seconds
+from jaxrl.planner.call_times import compiler_seconds, roofline, serial_seconds
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program, compile_programs, machine_note
 from jaxrl.planner.memory import Memory, divide_memory, misfit
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
+from jaxrl.planner.program_numbers import present, program_numbers
 from jaxrl.planner.programs import (
     IDLE_STATE,
     Lengths,
@@ -48,6 +44,7 @@ class Phase:
     bound: str  # of the slowest program: "flops" | "memory" | "collectives" | "host"
     tokens_per_s: float
     compiler_s: float = 0.0  # `serial_s` by the compiler's estimate; 0 if it has none
+    calibrated_s: float = 0.0  # with the factors of calibration.py; 0 if the chip has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +81,8 @@ class Plan:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `planned_config`
     pipeline: PipelinePlan | None = None  # None without stages
     compiler_step_s: float = 0.0  # `serial_step_s` by the compiler's estimate; 0 if it has none
+    calibrated_step_s: float = 0.0  # 0 if the chip has no factors
+    n_processes: int = 1  # of the run
 
     @property
     def kv_bytes(self) -> int:
@@ -100,8 +99,11 @@ class Plan:
             "n_rollout_devices",
             "n_workers",
             "compiler_step_s",
+            "calibrated_step_s",
         )
         optional: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.calibrated_step_s:
+            optional["n_processes"] = self.n_processes
         if self.pipeline:
             optional["pipeline"] = dataclasses.asdict(self.pipeline)
         return {
@@ -111,20 +113,7 @@ class Plan:
             "lengths": dataclasses.asdict(self.lengths),
             "fits": self.fits,
             "programs": {
-                name: {
-                    "argument_bytes": p.argument_bytes,
-                    "temp_bytes": p.temp_bytes,
-                    "output_bytes": p.output_bytes,
-                    "flops": p.cost.total_flops,
-                    "bytes_accessed": p.cost.bytes_accessed,
-                    "l2_bytes": p.cost.l2_bytes,
-                    "kernels_s": serial(p, self.chip).kernels_s,
-                    "collectives": _collectives(p, self.chip),
-                    "seconds": resource_seconds(p, self.chip),
-                    "compile_s": round(p.compile_s, 2),
-                }
-                | _estimate(compiler_seconds(p, self.chip))
-                for name, p in self.programs.items()
+                name: program_numbers(name, p, self.chip) for name, p in self.programs.items()
             },
             "phases": {name: _phase(phase) for name, phase in self.phases.items()},
             "resident": self.resident,
@@ -141,25 +130,7 @@ class Plan:
 
 def _phase(phase: Phase) -> dict[str, Any]:
     found = dataclasses.asdict(phase)
-    return found | _estimate(found.pop("compiler_s"))
-
-
-def _estimate(seconds: float) -> dict[str, float]:
-    """The entry of the compiler's estimate, if it has one."""
-    return {"compiler_s": seconds} if seconds else {}
-
-
-def _collectives(program: Program, chip: Chip) -> dict[str, dict[str, int | float]]:
-    """{kind: {"count", "bytes", "seconds", "exposed_s"}} of one call."""
-    found = serial(program, chip)
-    return {
-        kind: one
-        | {
-            "seconds": found.collectives_s.get(kind, 0.0),
-            "exposed_s": found.exposed_s.get(kind, 0.0),
-        }
-        for kind, one in program.cost.collectives_by_kind().items()
-    }
+    return found | present({name: found.pop(name) for name in ("compiler_s", "calibrated_s")})
 
 
 def make_plan(
@@ -200,7 +171,7 @@ def assemble_plan(
     memory = divide_memory(run, programs, machine.chip)
     calls = calls_per_step(run.cfg, run, max(memory.sequences, 1), lengths)
     phases = {
-        phase: _plan_phase(phase, present, run, programs, memory, calls, machine.chip, lengths)
+        phase: _plan_phase(phase, present, run, programs, memory, calls, machine, lengths)
         for phase in PHASES
         if (present := [name for name in programs if run.table[name].phase == phase])
     }
@@ -231,6 +202,7 @@ def assemble_plan(
         expected_step_s=step_s,
         serial_step_s=step_seconds(run, {name: phase.serial_s for name, phase in phases.items()}),
         compiler_step_s=step_seconds(run, {name: p.compiler_s for name, p in phases.items()}),
+        calibrated_step_s=step_seconds(run, {name: p.calibrated_s for name, p in phases.items()}),
         tokens_per_s=_n_tokens(run, lengths, "step") / step_s,
         lengths=lengths,
         note=machine_note(run.cfg, machine),
@@ -238,6 +210,7 @@ def assemble_plan(
         rollout_weight_bytes=_rollout_weight_bytes(run, programs),
         n_rollout_devices=run.n_rollout_devices,
         n_workers=run.n_workers,
+        n_processes=machine.n_processes,
         config=planned_config(run.cfg),
         pipeline=pipeline_plan(run.cfg, run.decoder, mesh, dtype.itemsize),
     )
@@ -266,14 +239,16 @@ def _plan_phase(
     programs: dict[str, Program],
     memory: Memory,
     calls: dict[str, int],
-    chip: Chip,
+    machine: Topology,
     lengths: Lengths,
 ) -> Phase:
+    chip = machine.chip
     ideal = {name: calls[name] * roofline(programs[name], chip)[0] for name in names}
     slowest = max(names, key=ideal.__getitem__)
     peak = max(memory.live_bytes[name] for name in names)
     loaded = _moved_bytes(run, names) / chip.host_bytes_per_s
     by_compiler = sum(calls[name] * compiler_seconds(programs[name], chip) for name in names)
+    calibrated = _calibrated(names, run, programs, memory, calls, machine)
     total = loaded + sum(ideal.values())
     return Phase(
         live_bytes=peak,
@@ -283,7 +258,31 @@ def _plan_phase(
         bound=roofline(programs[slowest], chip)[1],
         tokens_per_s=_n_tokens(run, lengths, phase) / total,
         compiler_s=by_compiler and loaded + by_compiler,
+        calibrated_s=calibrated and loaded + calibrated,
     )
+
+
+def _calibrated(
+    names: list[str],
+    run: RunPrograms,
+    programs: dict[str, Program],
+    memory: Memory,
+    calls: dict[str, int],
+    machine: Topology,
+) -> float:
+    """Seconds of a phase's programs, and of the host between the engine's dispatches.
+
+    0 if the chip has no factors.
+    """
+    if (factors := factors_of(machine.chip)) is None:
+        return 0.0
+    numbers = {name: program_numbers(name, programs[name], machine.chip) for name in names}
+    total = sum(calls[name] * numbers[name]["calibrated_s"] for name in names)
+    if "decode" in names:
+        n_sequences = memory.sequences * run.n_replicas / machine.n_processes
+        n_rounds = calls["decode"] / run.cfg.rollout.steps_per_dispatch
+        total += n_rounds * round_seconds(n_sequences, factors)
+    return total
 
 
 def _moved_bytes(run: RunPrograms, names: list[str]) -> int:

@@ -13,6 +13,7 @@ from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program
 from jaxrl.planner.pipeline import PipelinePlan
 from jaxrl.planner.plan import Plan
+from jaxrl.planner.program_numbers import program_numbers
 from jaxrl.planner.search import Candidate
 
 WIDTH = 190
@@ -85,6 +86,8 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     )
     if plan.compiler_step_s:
         last += f"; by the compiler's estimate: {format_seconds(plan.compiler_step_s)}"
+    if plan.calibrated_step_s:
+        last += f"; calibrated: {format_seconds(plan.calibrated_step_s)}"
     parts = [Text(head), _programs(plan, with_compile_s), _phases(plan), Text(last)]
     if unknown := {loop for p in plan.programs.values() for loop in p.cost.unknown_loops}:
         parts.append(
@@ -188,8 +191,8 @@ def search_text(found: list[tuple[Candidate, Plan | None]], cfg: RunConfig) -> s
             verdict = "fits" if plan.fits else "does not fit"
             times = (plan.serial_step_s, plan.expected_step_s)
             shown = ", ".join(format_seconds(seconds) for seconds in times)
-            if plan.compiler_step_s:
-                shown = f"{format_seconds(plan.compiler_step_s)} by the compiler, {shown}"
+            if plan.calibrated_step_s:
+                shown = f"{format_seconds(plan.calibrated_step_s)} calibrated, {shown}"
             result = f"{shown}, {format_bytes(peak)}, {verdict}"
         estimated = format_seconds(candidate.step_s)
         lines.append(f"  {candidate.overrides(cfg)}\n    ({estimated}) {result}")
@@ -211,8 +214,9 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
     names = ["arguments", "temporaries", "outputs", *["host"] * with_host, "flops", "HBM"]
     names += ["L2"] * with_l2
     names += ["collectives, covered", "time", "bound", "serial"]
-    with_estimate = bool(plan.compiler_step_s)
-    names += [*["compiler"] * with_estimate, *["compile"] * with_compile_s]
+    with_estimate, calibrated = bool(plan.compiler_step_s), bool(plan.calibrated_step_s)
+    names += [*["compiler"] * with_estimate, *["calibrated"] * calibrated]
+    names += ["compile"] * with_compile_s
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for name, p in plan.programs.items():
@@ -231,9 +235,15 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
             bound,
             format_seconds(serial(p, plan.chip).total_s),
             *[format_seconds(compiler_seconds(p, plan.chip))] * with_estimate,
+            *[_calibrated_text(name, p, plan.chip)] * calibrated,
         ]
         table.add_row(*row, *([f"{p.compile_s:.1f} s"] if with_compile_s else []))
     return table
+
+
+def _calibrated_text(name: str, program: Program, chip: Chip) -> str:
+    """The calibrated time of a call."""
+    return format_seconds(program_numbers(name, program, chip).get("calibrated_s", 0.0))
 
 
 def _collectives(program: Program, chip: Chip) -> str:
@@ -250,9 +260,10 @@ def _phases(plan: Plan) -> Table:
     title += ", including KV pages" if plan.page_bytes else ""
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     table.add_column("phase")
-    with_estimate = bool(plan.compiler_step_s)
+    with_estimate, calibrated = bool(plan.compiler_step_s), bool(plan.calibrated_step_s)
     names = ["live without KV", "fits", "time", "bound", "serial"]
-    for name in (*names, *["compiler"] * with_estimate, "tokens/s"):
+    names += [*["compiler"] * with_estimate, *["calibrated"] * calibrated, "tokens/s"]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for name, phase in plan.phases.items():
         table.add_row(
@@ -263,6 +274,7 @@ def _phases(plan: Plan) -> Table:
             phase.bound,
             format_seconds(phase.serial_s),
             *[format_seconds(phase.compiler_s)] * with_estimate,
+            *[format_seconds(phase.calibrated_s)] * calibrated,
             f"{phase.tokens_per_s:,.0f}",
         )
     return table

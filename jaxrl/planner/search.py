@@ -111,7 +111,7 @@ def search(
     finalists: int = FINALISTS,
     on_start: Callable[[str], None] = lambda line: None,
 ) -> list[tuple[Candidate, Plan | None]]:
-    """The compiled candidates with their plans: first those that fit, by serial step time.
+    """The compiled candidates with their plans: first those that fit, by `rank`.
 
     Compiles candidates in the order of `varied_first` until `finalists` of them fit, and skips
     those whose estimated memory exceeds that of the device. A plan is None if a program is too
@@ -340,10 +340,10 @@ def _gains_pages(job: Job, settings: CandidateSettings, memory: MemoryEstimate) 
 
 
 def rank(entry: tuple[Candidate, Plan | None]) -> tuple[bool, float]:
-    """The order of compiled candidates: those that fit, by the compiler's estimate of a step.
+    """The order of compiled candidates: those that fit, by calibrated time of a step.
 
     Without one, by serial step time.
     """
     plan = entry[1]
-    step_s = math.inf if plan is None else plan.compiler_step_s or plan.serial_step_s
+    step_s = math.inf if plan is None else plan.calibrated_step_s or plan.serial_step_s
     return (plan is None or not plan.fits, step_s)

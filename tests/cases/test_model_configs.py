@@ -62,6 +62,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(full_attention_interval=3),
     "qwen3_5_moe_text": dict(full_attention_interval=3),
     "qwen3_next": dict(full_attention_interval=3),
+    "glm4_moe": dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20),
 }
 
@@ -296,6 +297,13 @@ def test_an_unknown_field_is_refused_unless_it_is_off(model_type):
         ("qwen3_5_moe_text", dict(norm_topk_prob=False), "norm_topk_prob is False.*only True"),
         ("qwen3_5_moe_text", dict(mlp_only_layers=[0]), r"mlp_only_layers is \[0\]"),
         ("qwen3_5_moe_text", dict(shared_expert_intermediate_size=0), "width of the shared"),
+        ("glm4_moe", dict(scoring_func="softmax"), "scoring_func is 'softmax'"),
+        ("glm4_moe", dict(first_k_dense_replace=3), "first_k_dense_replace=3 leaves none of 3"),
+        ("glm4_moe", dict(n_group=3), "n_group=3 and topk_group=1 divide no 4 experts"),
+        ("glm4_moe", dict(n_group=2, topk_group=3), "n_group=2 and topk_group=3 divide"),
+        ("glm4_moe", dict(n_group=4), "groups of one expert"),
+        ("glm4_moe", dict(n_group=2, num_experts_per_tok=3), "3 experts per token of 1 groups"),
+        ("glm4_moe", dict(n_shared_experts=0), "n_shared_experts is 0"),
         ("gemma2", dict(sliding_window=None), "sliding_window is None"),
         ("gemma2", dict(hidden_activation="tanh"), "hidden_activation is 'tanh'"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),

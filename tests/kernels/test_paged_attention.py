@@ -87,8 +87,10 @@ def test_columns_equal_the_reference(one_device, page_len, options):
     ],
 )
 @pytest.mark.parametrize("kernel", [paged_attention_ragged, paged_attention_triton])
-def test_kernels_equal_the_reference(one_device, kernel, heads, page_len, options):
+def test_kernels_equal_the_reference(one_device, monkeypatch, kernel, heads, page_len, options):
     """Rows of many lengths, with partial groups of pages and with empty rows in between."""
+    monkeypatch.setattr(ragged, "target_cores", lambda: 2)
+    monkeypatch.setattr(ragged, "MAX_KEYS", 512)  # rows of two groups
     (q, _, _), pools, table = paged_problem(*heads, B=4, S=640, page_len=page_len)
     chunk = np.stack([np.arange(540, 588), np.arange(48), np.full(48, -1), np.arange(500, 548)])
     chunk[1, 40:] = -1  # padding
@@ -113,12 +115,14 @@ def on_emulated_tpu(monkeypatch):
     that nothing orders raise an error.
     """
     monkeypatch.setattr(ragged, "MAX_KEYS", 32)  # groups of two pages, and rows of two groups
+    monkeypatch.setattr(ragged, "MAX_GROUPS", 3)
+    monkeypatch.setattr(ragged, "target_cores", lambda: 2)
     q = jax.random.normal(jax.random.key(0), (3, 1, 2, 128))
     pools = jax.random.normal(jax.random.key(1), (2, 11, 1, 16, 128))
     table = jnp.array([[3, 7, 1], [0, 2, 4], [9, 5, 8]])
     positions = jnp.array([[40], [-1], [20]])
     how = dict(page_table=table, positions=positions, window=0)
-    params = pltpu.InterpretParams(detect_races=True)
+    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
     results = []
     for attend in (
         functools.partial(paged_attention_ragged, interpret=params),
@@ -127,6 +131,22 @@ def on_emulated_tpu(monkeypatch):
         attend = functools.partial(attend, spec=AttentionSpec(0.1, rules=DECODE), **how)
         results.append(np.asarray(jax.jit(attend)(q, *pools)))
     return results
+
+
+@pytest.mark.parametrize(
+    ("work", "limits"),
+    [
+        ([5, 5, 5, 5], [0, 2, 4]),
+        ([1, 1, 1, 9], [0, 3, 4]),  # a core has at least one row
+        ([9, 1, 1, 1], [0, 1, 4]),
+        ([4, 2, 1, 1, 4, 3], [0, 4, 6]),  # 8 of 15, and 7
+        ([3, 3, 3, 3, 3, 3], [0, 2, 4, 6]),
+        ([7, 7], [0, 2]),
+    ],
+)
+def test_cores_share_the_pages(work, limits):
+    got = ragged._divide_rows(jnp.array(work), len(limits) - 1)
+    assert got.tolist() == limits
 
 
 @pytest.mark.thorough

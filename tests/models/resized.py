@@ -33,7 +33,7 @@ def resized(cfg: DecoderConfig, **changes: Any) -> DecoderConfig:
     )
     if isinstance(ffn, MoEConfig):
         experts = dict(E=ffn.E, top_k=ffn.top_k, F_expert=ffn.F, shared_F=ffn.shared_F)
-        found |= dict(F=found.pop("dense_F"), norm_topk=ffn.norm_topk, **experts)
+        found |= dict(F=found.pop("dense_F"), norm_topk=ffn.router.norm, **experts)
     else:
         found |= dict(F=ffn.F, mlp_bias=ffn.bias, mlp_gated=ffn.gated, mlp_fused=ffn.fused)
     return uniform_decoder(**(found | changes))

@@ -3,6 +3,7 @@
 Tests of jaxrl/models/decoder.py, jaxrl/models/families/ and jaxrl/models/layers/.
 """
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxrl.learner.router import balance_loss
-from jaxrl.models.config import Rope
-from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.config import MoEConfig, Rope
+from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.packed import forward_packed, forward_routed
 from jaxrl.models.spec import is_spec
@@ -25,7 +26,7 @@ from tests.models.resized import resized
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe"}
-FAMILIES |= {"qwen3_5", "qwen3_next", "cohere2", "glm4"}
+FAMILIES |= {"qwen3_5", "qwen3_next", "cohere2", "glm4", "glm4_moe"}
 
 
 def golden(name: str) -> tuple[jax.Array, np.ndarray]:
@@ -134,4 +135,29 @@ def test_the_checkpoints_depend_on_each_field_of_their_family(name, plain, one_d
     model = jax.tree.unflatten(layout, jax.tree.leaves(model))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     logits = packed_logits(model, tokens, jnp.ones_like(tokens), positions)
+    assert np.abs(np.asarray(logits) - expected).max() > 0.05
+
+
+ROUTERS = [
+    dict(top_k=2),
+    dict(norm=False),
+    dict(scale=1.0),
+    dict(n_groups=1, top_groups=1),
+    dict(top_groups=3),
+    dict(score="softmax"),
+    dict(correction=False),
+]
+
+
+@pytest.mark.parametrize("plain", graded(ROUTERS, thorough=[dict(top_groups=3)]), ids=str)
+def test_the_checkpoint_of_glm_depends_on_each_field_of_its_router(plain, one_device):
+    tokens, expected = golden("glm4_moe")
+    cfg, model = load_model(GOLDEN / "glm4_moe", rules=TRAIN)
+    ffn = cfg.layers[-1].ffn
+    assert isinstance(ffn, MoEConfig)
+    ffn = dataclasses.replace(ffn, router=dataclasses.replace(ffn.router, **plain))
+    layers = (cfg.layers[0], *(dataclasses.replace(layer, ffn=ffn) for layer in cfg.layers[1:]))
+    other = restrict(model, dataclasses.replace(cfg, layers=layers))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits = packed_logits(other, tokens, jnp.ones_like(tokens), positions)
     assert np.abs(np.asarray(logits) - expected).max() > 0.05

@@ -71,3 +71,20 @@ def test_a_plan_has_the_estimate_where_there_is_one():
     without = plan(serial_step_s=5.0, compiler_step_s=0.0)
     assert "compiler" not in as_text(without) and "compiler_step_s" not in without.json()
     assert "compiler_s" not in without.json()["phases"]["update"]
+
+
+def test_a_plan_prints_the_calibrated_time_of_a_step():
+    calibrated = plan(serial_step_s=5.0, compiler_step_s=9.0, calibrated_step_s=11.0)
+    assert as_text(calibrated).count("calibrated ") == 2  # a column of programs and one of phases
+    assert "by the compiler's estimate: 9.0 s; calibrated: 11.0 s" in as_text(calibrated)
+    found = calibrated.json()
+    assert found["calibrated_step_s"] == 11.0 and found["n_processes"] == 1
+    # 7 s by the estimate, 2 s of copies from host memory
+    assert found["programs"]["accumulate"]["calibrated_s"] == pytest.approx(9.0)
+
+
+def test_a_plan_may_use_what_jax_takes_of_a_gpu():
+    gpu, tpu = CHIPS["h100"], CHIPS["v5p"]
+    assert gpu.usable_bytes(0.85) == 0.85 * gpu.memory_bytes
+    assert gpu.usable_bytes(0.95) == 0.92 * gpu.memory_bytes
+    assert tpu.usable_bytes(0.95) == 0.95 * tpu.memory_bytes

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 MEMORY_PAGE = ROOT / "docs" / "concepts" / "memory.md"
+NEW = {"kernels", "calibrated_s", "calibrated_step_s", "n_processes"}
 CPU_MINUTE = [  # of compilation each; the others take minutes
     pytest.param("grpo_7b.h100-1", "jax_cuda13_plugin", marks=pytest.mark.thorough),
     pytest.param("grpo_7b_lora.rtx4090-1", "jax_cuda13_plugin", marks=pytest.mark.thorough),
@@ -34,9 +35,12 @@ def golden(name: str) -> tuple[dict, dict]:
 
 
 def assert_close(kept, now, path: str = ""):
-    """Equal; numbers that depend on the compiler (temporaries, times) within 5 %."""
+    """Equal; numbers that depend on the compiler (temporaries, times) within 5 %.
+
+    A plan stored before has no calibrated times.
+    """
     if isinstance(kept, dict):
-        assert set(kept) == set(now), path
+        assert set(now) - NEW <= set(kept) <= set(now), path
         for name in kept:
             assert_close(kept[name], now[name], f"{path}/{name}")
     elif isinstance(kept, bool | str | list | None):

@@ -55,7 +55,7 @@ JSON_KEYS = (
 )  # fmt: skip
 PROGRAM_KEYS = (
     "argument_bytes", "temp_bytes", "output_bytes", "flops", "bytes_accessed", "l2_bytes",
-    "kernels_s", "collectives", "seconds", "compile_s",
+    "kernels_s", "kernels", "collectives", "seconds", "compile_s",
 )  # fmt: skip
 
 

@@ -148,8 +148,8 @@ def test_plans_that_fit_are_ranked_with_kernels_one_after_the_other():
     candidate = estimate(job(), MESH)
     ranked = sorted(((candidate, plan) for plan in plans), key=rank)
     assert [plan and plan.serial_step_s for _, plan in ranked] == [2.0, 3.0, 1.0, None]
-    # by the compiler's estimate if it has one
-    plans = [found(fits=True, serial_step_s=s, compiler_step_s=5 - s) for s in (1.0, 2.0)]
+    # by the calibrated time if the chip has factors
+    plans = [found(fits=True, serial_step_s=s, calibrated_step_s=5 - s) for s in (1.0, 2.0)]
     ranked = sorted(((candidate, plan) for plan in plans), key=rank)
     assert [plan and plan.serial_step_s for _, plan in ranked] == [2.0, 1.0]
 

@@ -10,6 +10,7 @@ from jaxrl.models.config import (
     LayerConfig,
     MLPConfig,
     MoEConfig,
+    RouterConfig,
 )
 from jaxrl.planner.traffic import (
     RULE_ARRAYS,
@@ -42,7 +43,7 @@ def test_backward_keeps_outputs_and_the_arrays_of_heads_that_are_computed_togeth
 
 
 def test_copies_of_tokens_have_the_room_of_expert_parallelism():
-    mixture = LayerConfig(DELTA.mixer, MoEConfig(E=8, top_k=2, F=4))
+    mixture = LayerConfig(DELTA.mixer, MoEConfig(E=8, router=RouterConfig(top_k=2), F=4))
     model = dataclasses.replace(MODEL, D=8, layers=(mixture, DELTA))
     assert copied_features(model, expert=1, tensor=1) == 2 * (2 * 8 + 3 * 4)
     assert copied_features(model, expert=4, tensor=2) == 2 * 2 * (2 * 8 + 3 * 2)

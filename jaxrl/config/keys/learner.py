@@ -118,6 +118,13 @@ class LearnerConfig:
         "expert loads in one more forward pass",
         ge=0,
     )
+    router_bias_rate: float = key(
+        0.0,
+        "Change of an expert's correction bias per optimizer step, up if it had fewer tokens than "
+        "the mean and down if it had more: balances experts without a loss. Only for models whose "
+        "router has this bias (e_score_correction_bias, as in GLM-4.5); 0 = it stays as loaded",
+        ge=0,
+    )
     xla: tuple[str, ...] = key(
         (),
         "Compiler options for scoring and updates: named sets (overlap, prefetch, combine; see "

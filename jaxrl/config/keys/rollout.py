@@ -95,7 +95,8 @@ class RolloutConfig:
     )
     memory_utilization: float = key(
         0.85,
-        "Fraction of device memory for weights, optimizer, programs and KV pages together",
+        "Fraction of device memory for weights, optimizer, programs and KV pages together; on "
+        "GPUs at most the part that JAX takes (XLA_CLIENT_MEM_FRACTION, 0.92)",
         gt=0,
         le=1,
     )

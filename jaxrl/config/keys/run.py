@@ -139,6 +139,7 @@ class RunConfig:
                 remat=critic.remat or learner.remat,
                 token_budget=critic.token_budget or learner.token_budget,
                 router_aux_coef=0.0,
+                router_bias_rate=0.0,
                 ema=0.0,
             ),
         )

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kv_cache import KVCache, init_cache, page_bytes, slot_bytes
+from jaxrl.runtime.device_memory import usable_bytes
 from sharding import Rules, hosts
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class KVPoolSpec:
         for device in jax.local_devices():
             memory = device.memory_stats()
             if memory and "bytes_limit" in memory:
-                left = memory_utilization * memory["bytes_limit"] - memory["bytes_in_use"]
+                left = usable_bytes(memory, memory_utilization) - memory["bytes_in_use"]
                 left -= self.slots_bytes_per_device
                 fits = self.bytes_per_device.n_pages_in(left, fits)
         if jax.sharding.get_mesh().is_multi_process:  # all processes schedule the same pages

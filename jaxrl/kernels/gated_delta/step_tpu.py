@@ -2,8 +2,9 @@
 
 A program handles some value heads of a sequence. Slots are known before the first program, so that
 the next state is copied from the pool meanwhile. The state [D, V] of a head has V along the lanes,
-so keys and queries come as columns: D along the sublanes, the heads and tokens along the lanes.
-Products with single vectors run on the vector unit, at the bandwidth of the state.
+so keys and queries are transposed to columns: D along the sublanes, the heads and tokens along the
+lanes. XLA would write that layout with much padding. Products with single vectors run on the vector
+unit, at the bandwidth of the state.
 """
 
 import functools
@@ -16,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.gated_delta.limits import unsupported_by_mosaic
 
+SUBLANES = 8  # of a float32 tile
 MAX_HEADS = 16  # per program: 1 MB of state at D = V = 128, in, out, and both twice
 
 
@@ -45,7 +47,9 @@ def gated_delta_step_tpu(
             f"config.model.gated_delta='mosaic' does not support {why}; set it to 'auto' or 'xla'"
         )
     n = next(n for n in range(min(N, MAX_HEADS), 0, -1) if N % n == 0)
-    columns = jnp.concatenate([_columns(a, N, n) for a in (k, q)], axis=-1)
+    vectors = jnp.concatenate([_vectors(a, N, n) for a in (k, q)], axis=2)
+    n_keys = vectors.shape[2] // (2 * T)
+    vectors = jnp.pad(vectors, ((0, 0), (0, 0), (0, -vectors.shape[2] % SUBLANES), (0, 0)))
     gates = jnp.stack([jnp.exp(g.astype(jnp.float32)), beta.astype(jnp.float32)])
     gates = gates.reshape(2, B, T, N // n, n).transpose(1, 3, 0, 2, 4)
     tokens = pl.BlockSpec((None, T, n, V), lambda b, i, _: (b, 0, i, 0))
@@ -53,12 +57,12 @@ def gated_delta_step_tpu(
     pool = pl.BlockSpec((None, n, D, V), lambda b, i, slots: (slots[b], i, 0, 0))
     new_pool = [jax.ShapeDtypeStruct(states.shape, jnp.float32)] if writes else []
     out, *after = pl.pallas_call(
-        functools.partial(_kernel, n_tokens=T),
+        functools.partial(_kernel, n_keys=n_keys),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B, N // n),
             in_specs=[
-                pl.BlockSpec((None, None, D, 2 * n * T), lambda b, i, _: (b, i, 0, 0)),
+                pl.BlockSpec((None, None, *vectors.shape[2:]), lambda b, i, _: (b, i, 0, 0)),
                 tokens,
                 pl.BlockSpec((None, None, 2, T, n), lambda b, i, _: (b, i, 0, 0, 0)),
                 pool,
@@ -70,27 +74,29 @@ def gated_delta_step_tpu(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         name="gated_delta_step_tpu",
         interpret=interpret,
-    )(slots, columns, v, gates, states)
+    )(slots, vectors, v, gates, states)
     return out, *(after or [None])
 
 
-def _columns(a, n_heads: int, n: int):
-    """[B, T, K, D] -> [B, programs, D, n * T] with the n heads of each program."""
+def _vectors(a, n_heads: int, n: int):
+    """[B, T, K, D] -> [B, programs, T * k, D] with the k heads of each program's n value heads."""
     B, T, K, D = a.shape
-    a = jnp.repeat(a, n_heads // K, axis=2).reshape(B, T, -1, n, D)
-    return a.transpose(0, 2, 4, 3, 1).reshape(B, n_heads // n, D, n * T)
+    if n * K % n_heads:  # programs that would share a head
+        a = jnp.repeat(a, n_heads // K, axis=2)
+    a = a.reshape(B, T, n_heads // n, -1, D)
+    return a.swapaxes(1, 2).reshape(B, n_heads // n, -1, D)
 
 
-def _kernel(_, columns, v, gates, before, out, after=None, *, n_tokens: int):
-    n, D = before.shape[:2]
+def _kernel(_, vectors, v, gates, before, out, after=None, *, n_keys: int):
+    (n_tokens, n), D = v.shape[:2], before.shape[1]
     decays, betas = gates[0], gates[1]
-    vectors, values = columns[...].astype(jnp.float32), v[...].astype(jnp.float32)
+    columns, values = vectors[...].astype(jnp.float32).T, v[...].astype(jnp.float32)
     outputs = [[] for _ in range(n_tokens)]
     for h in range(n):
         state = before[h]
         for t in range(n_tokens):
-            at = h * n_tokens + t
-            key, query = (vectors[:, i : i + 1] for i in (at, n * n_tokens + at))
+            at = t * n_keys + h * n_keys // n
+            key, query = (columns[:, i : i + 1] for i in (at, n_tokens * n_keys + at))
             state = decays[t : t + 1, h : h + 1] * state
             read = jnp.sum(state * key, axis=0, keepdims=True)
             change = betas[t : t + 1, h : h + 1] * (values[t, h : h + 1] - read)

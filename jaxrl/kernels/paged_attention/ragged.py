@@ -1,12 +1,15 @@
 """Ragged paged attention on TPU: a Pallas kernel that reads only each row's own pages.
 
-A row of queries (one token in decode, part of a prompt in prefill) visits its pages in groups. The
-next group, also of the next row, is copied while the present one is processed. Online softmax as in
-kernels/attention/online_softmax.py; scores, softmax and sums are float32, matrix products use the
-pages' dtype.
+A row of queries (one token in decode, part of a prompt in prefill) visits its pages in groups.
+Copies of the following groups, also of the following rows, are under way while a group is
+processed. The cores of a chip share the rows, in runs with about equally many pages. Online softmax
+as in kernels/attention/online_softmax.py; scores, softmax and sums are float32, matrix products use
+the pages' dtype.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +21,24 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from jaxrl.kernels.paged_attention.limits import SUBLANES, unsupported_by_ragged
+from jaxrl.kernels.paged_attention.limits import LANES, unsupported_by_ragged
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.shard_attention import shard_paged_attention
+from sharding import target_cores
 
-MAX_KEYS = 512  # per group of pages
-GROUP_BYTES = 2**20  # keys per group; VMEM (16 MiB) holds two groups of keys and of values
 MAX_QUERIES = 512  # tokens x query heads per kv head in one row
+QUERY_BYTES = 6 * 2**20  # of VMEM, for a row
+# A group of pages. More keys share the fixed cost of a group; scores of all queries are in VMEM.
+MAX_KEYS = 1024
+MAX_SCORES = 2**18
+GROUP_BYTES = 2**20  # of keys
+# Groups in VMEM, of 16 MiB for a kernel: one is processed, the others are being copied. To use the
+# bandwidth of HBM, a core needs it times the latency of a copy in flight. At 1 us, which is an
+# assumption, that is 0.8 MB (v5e), 1.4 MB (v5p), 1.6 MB (v6e) or 3.7 MB (v7x).
+MAX_GROUPS = 8
+BUFFER_BYTES = 6 * 2**20  # of keys and values
+SHARED_BYTES = 9 * 2**20  # of the buffers and the row; the rest is for scores
 
 
 def paged_attention_ragged(
@@ -68,18 +81,29 @@ def _local_attention(
     positions,
     window,
 ):
-    K, page_len, H = k_pages.shape[1:]
     rows = split_rows(
         q.astype(k_pages.dtype), positions, window,
-        n_kv_heads=K, page_len=page_len, max_queries=MAX_QUERIES,
-        size=lambda M: M + -M % SUBLANES,
+        n_kv_heads=k_pages.shape[1], page_len=k_pages.shape[2], size=lambda M: M,
+        max_queries=min(MAX_QUERIES, QUERY_BYTES // _query_bytes(k_pages)),
     )  # fmt: skip
-    n_rows, _, M, _ = rows.q.shape
-    scalars = table.reshape(-1), rows.low, rows.high, rows.window[None]
-    fits = GROUP_BYTES // (K * page_len * H * k_pages.dtype.itemsize)
-    n = max(min(MAX_KEYS // page_len, fits, table.shape[1]), 1)
-    buffer = pltpu.VMEM((2, n, K, page_len, H), k_pages.dtype)
-    by_row = pl.BlockSpec((None, K, M, H), lambda r, *_: (r, 0, 0, 0))
+    n_rows, K, M, H = rows.q.shape
+    n_groups, n = _buffer_sizes(k_pages, M, table.shape[1])
+    n_cores = min(target_cores(), n_rows)
+    starts = _divide_rows(rows.high - rows.low + n // 2, n_cores)
+
+    def block(*shape):
+        """The part of an array that belongs to the row of a program, or to the core's last row."""
+
+        def index(core, step, starts, *_):
+            row = jnp.minimum(starts[core] + step, starts[core + 1] - 1)
+            return row, *(0 for _ in shape)
+
+        return pl.BlockSpec((None, *shape), index)
+
+    scalars = starts, table.reshape(-1), rows.low, rows.high, rows.window[None]
+    arrays, specs = [rows.last[..., None]], [block(M, 1)]
+    if n_rows == positions.size:  # one token, whose position is a scalar
+        scalars, arrays, specs = (*scalars, positions.reshape(-1)), [], []
     pool = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
         functools.partial(
@@ -87,84 +111,161 @@ def _local_attention(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(n_rows,),
-            in_specs=[by_row, pl.BlockSpec((None, M, 1), lambda r, *_: (r, 0, 0)), pool, pool],
-            out_specs=by_row,
+            grid=(n_cores, jnp.max(starts[1:] - starts[:-1]) if n_cores > 1 else n_rows),
+            in_specs=[*specs, block(K, M, H), pool, pool],
+            out_specs=block(K, M, H),
             scratch_shapes=[
-                buffer,
-                buffer,
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
-                pltpu.VMEM((K, M, 1), jnp.float32),
-                pltpu.VMEM((K, M, 1), jnp.float32),
-                pltpu.VMEM((K, M, H), jnp.float32),
+                *(pltpu.VMEM((n_groups, n, *k_pages.shape[1:]), k_pages.dtype) for _ in range(2)),
+                pltpu.SemaphoreType.DMA((n_groups,)),
+                pltpu.SMEM((3,), jnp.int32),
+                *(pltpu.VMEM((K, M, width), jnp.float32) for width in (1, 1, H)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((n_rows, K, M, H), jnp.float32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        out_shape=jax.ShapeDtypeStruct((n_rows, K, M, H), q.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,  # they take as many instructions as the rest of a copy
+        ),
         name="ragged_paged_attention",
         interpret=interpret,
-    )(*scalars, rows.q, rows.last[..., None], k_pages, v_pages)  # fmt: skip
-    return join_rows(out, q.shape).astype(q.dtype)
+    )(*scalars, *arrays, rows.q, k_pages, v_pages)
+    return join_rows(out, q.shape)
+
+
+def _query_bytes(k_pages: jax.Array) -> int:
+    """VMEM for a query of all kv heads: itself and its output, both twice, and its softmax."""
+    _, K, _, H = k_pages.shape
+    return K * (2 * 2 * H * k_pages.dtype.itemsize + 4 * (H + 2 * LANES))
+
+
+def _buffer_sizes(k_pages: jax.Array, M: int, n_columns: int) -> tuple[int, int]:
+    """(groups in VMEM, pages of a group) for rows of M queries."""
+    _, K, page_len, H = k_pages.shape
+    page_bytes = K * page_len * H * k_pages.dtype.itemsize
+    n_keys = min(MAX_KEYS, MAX_SCORES // M)
+    n = max(min(n_keys // page_len, GROUP_BYTES // page_bytes, n_columns), 1)
+    free = min(BUFFER_BYTES, SHARED_BYTES - M * _query_bytes(k_pages))
+    return max(min(free // (2 * n * page_bytes), MAX_GROUPS), 2), n
+
+
+def _divide_rows(work: Int[Array, "R"], n: int) -> Int[Array, "n1"]:
+    """The limits of n runs of rows with about equal work, each of at least one row.
+
+    Few operations, because they run in every layer.
+    """
+    R = len(work)
+    row, share = jnp.arange(R), jnp.arange(1, n)
+    # Negative at rows up to which the work is less than total * share / n.
+    excess = n * (row[:, None] >= row) - share[:, None, None]
+    limits = jnp.sum(jnp.sum(work * excess, axis=2) < 0, axis=1) + 1
+    limits = jnp.clip(limits, share, R - n + share)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), limits, jnp.full(1, R)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copies:
+    """Copies of groups of pages to the buffers, one after the other in the order of a core's rows.
+
+    `place` has the buffer of the group that is processed, and the row and the first column of the
+    next group to copy.
+    """
+
+    end: Any  # of the core's rows
+    table: Any
+    low: Any
+    high: Any
+    pools: tuple[Any, Any]
+    buffers: tuple[Any, Any]
+    done: Any  # semaphores
+    place: Any
+    n_columns: int
+    n_pieces: int
+
+    @property
+    def n_groups(self) -> int:
+        return self.buffers[0].shape[0]
+
+    @property
+    def n_pages(self) -> int:
+        """Pages of a group."""
+        return self.buffers[0].shape[1]
+
+    def start_next(self, slot) -> None:
+        """Starts the copies of the next group, if there is one, to the buffer `slot`."""
+        row, first, n = self.place[1], self.place[2], self.n_pages
+
+        @pl.when(row < self.end)
+        def _():
+            for i in range(n):
+
+                @pl.when(first + i < self.high[row])
+                def _(i=i):
+                    page = self.table[row // self.n_pieces * self.n_columns + first + i]
+                    for pool, buffer in zip(self.pools, self.buffers, strict=True):
+                        pltpu.make_async_copy(
+                            pool.at[page], buffer.at[slot, i], self.done.at[slot]
+                        ).start()
+
+            ends = first + n >= self.high[row]
+            following = jnp.minimum(row + 1, self.low.shape[0] - 1)
+            self.place[1] = jnp.where(ends, row + 1, row)
+            self.place[2] = jnp.where(ends, self.low[following], first + n)
+
+    def wait(self, slot, count) -> None:
+        """Waits for the `count` pages of a group, by the powers of two whose sum it is."""
+        for size in (1 << e for e in range(self.n_pages.bit_length())):
+
+            @pl.when(count & size != 0)
+            def _(size=size):
+                for buffer in self.buffers:
+                    pages = buffer.at[slot, :size]
+                    pltpu.make_async_copy(pages, pages, self.done.at[slot]).wait()
 
 
 def _kernel(
-    table, low, high, window, q_ref, last_ref, k_pages, v_pages, out_ref,
-    k_buffer, v_buffer, copies_done, slot_ref, max_ref, denominator_ref, numerator_ref,
+    starts, table, low, high, window, last_ref, q_ref, k_pages, v_pages, out_ref,
+    k_buffer, v_buffer, done, place, max_ref, denominator_ref, numerator_ref,
     *, n_columns, n_pieces, spec: AttentionSpec,
 ):  # fmt: skip
-    """One row. The buffers and the copies under way persist from one row to the next."""
-    b = pl.program_id(0)
-    _, n, K, page_len, H = k_buffer.shape
+    """One row of a core. The buffers and the copies persist from one row to the next."""
+    core, step = pl.program_id(0), pl.program_id(1)
+    b, end = starts[core] + step, starts[core + 1]
+    n_groups, n, K, page_len, H = k_buffer.shape
+    copies = _Copies(
+        end, table, low, high, (k_pages, v_pages), (k_buffer, v_buffer), done, place,
+        n_columns, n_pieces,
+    )  # fmt: skip
 
-    def each_page(row, group, slot, act):
-        """Calls `act` with the copies of the pages in a row's group."""
-        for i in range(n):
-            column = low[row] + group * n + i
-
-            @pl.when(column < high[row])
-            def _(i=i, column=column):
-                page = table[row // n_pieces * n_columns + column]
-                for pages, buffer in ((k_pages, k_buffer), (v_pages, v_buffer)):
-                    act(
-                        pltpu.make_async_copy(
-                            pages.at[page], buffer.at[slot, i], copies_done.at[slot]
-                        )
-                    )
-
-    @pl.when(b == 0)
+    @pl.when(step == 0)
     def _():
         # Entries that were never copied are masked, but still multiplied.
         v_buffer[...] = jnp.zeros_like(v_buffer)
-        slot_ref[0] = 0
-        each_page(0, 0, 0, lambda copy: copy.start())
+        place[0], place[1], place[2] = 0, b, low[b]
+        lax.fori_loop(0, n_groups - 1, lambda slot, _: copies.start_next(slot), None)
 
-    max_ref[...] = jnp.full_like(max_ref, MASKED)
-    denominator_ref[...] = jnp.zeros_like(denominator_ref)
-    numerator_ref[...] = jnp.zeros_like(numerator_ref)
-    n_groups = pl.cdiv(high[b] - low[b], n)
-    last = last_ref[...]
+    @pl.when(b < end)
+    def _():
+        max_ref[...] = jnp.full_like(max_ref, MASKED)
+        denominator_ref[...] = jnp.zeros_like(denominator_ref)
+        numerator_ref[...] = jnp.zeros_like(numerator_ref)
+        last = last_ref[...] if len(last_ref.shape) > 1 else last_ref[b]
 
-    def one_group(group, _):
-        slot = slot_ref[0]
-        ends = group == n_groups - 1
-        row = jnp.where(ends, b + 1, b)
+        def one_group(group, _):
+            slot, first = place[0], low[b] + group * n
+            copies.start_next(jnp.where(slot == 0, n_groups, slot) - 1)
+            copies.wait(slot, jnp.minimum(high[b] - first, n))
+            shape = q_ref.shape[1], n * page_len
+            key = first * page_len + lax.broadcasted_iota(jnp.int32, shape, 1)
+            visible = (key <= last) & (key > last - window[0])
+            for h in range(K):
+                k, v = (buffer[slot, :, h].reshape(-1, H) for buffer in (k_buffer, v_buffer))
+                state = max_ref, denominator_ref, numerator_ref
+                _add_keys(h, q_ref[h], k, v, visible, state, spec)
+            place[0] = jnp.where(slot == n_groups - 1, 0, slot + 1)
 
-        @pl.when(row < pl.num_programs(0))
-        def _():
-            each_page(row, jnp.where(ends, 0, group + 1), 1 - slot, lambda copy: copy.start())
-
-        each_page(b, group, slot, lambda copy: copy.wait())
-        at = (low[b] + group * n) * page_len
-        key = at + lax.broadcasted_iota(jnp.int32, (last.shape[0], n * page_len), 1)
-        visible = (key <= last) & (key > last - window[0])
-        for h in range(K):
-            k, v = (buffer[slot, :, h].reshape(n * page_len, H) for buffer in (k_buffer, v_buffer))
-            _add_keys(h, q_ref[h], k, v, visible, (max_ref, denominator_ref, numerator_ref), spec)
-        slot_ref[0] = 1 - slot
-
-    lax.fori_loop(0, n_groups, one_group, None)
-    out_ref[...] = jnp.where(last >= 0, numerator_ref[...] / denominator_ref[...], 0.0)
+        lax.fori_loop(0, pl.cdiv(high[b] - low[b], n), one_group, None)
+        out = jnp.where(last >= 0, numerator_ref[...] / denominator_ref[...], 0.0)
+        out_ref[...] = out.astype(out_ref.dtype)
 
 
 def _add_keys(h: int, q, k, v, visible, state, spec: AttentionSpec) -> None:

@@ -178,6 +178,21 @@ def dense_layers_json(cfg: DecoderConfig) -> dict[str, Any]:
     return dict(decoder_sparse_step=1, mlp_only_layers=dense)
 
 
+def with_dense_prefix(cfg: DecoderConfig, n_dense: int) -> DecoderConfig:
+    """The first layers (`first_k_dense_replace`) are dense.
+
+    Raises ValueError if no layer with experts is left.
+    """
+    if n_dense >= cfg.L:
+        raise ValueError(
+            f"first_k_dense_replace={n_dense} leaves none of {cfg.L} layers with experts; use a "
+            "dense family's config"
+        )
+    mlp = MLPConfig(cfg.dense_F, cfg.expert_layers[0].act)
+    dense = [dataclasses.replace(layer, ffn=mlp) for layer in cfg.layers[:n_dense]]
+    return dataclasses.replace(cfg, layers=(*dense, *cfg.layers[n_dense:]))
+
+
 def experts_json(cfg: DecoderConfig) -> dict[str, Any]:
     """The experts of Qwen's mixtures, all but the weights of a token's experts."""
     experts = cfg.expert_layers[0]

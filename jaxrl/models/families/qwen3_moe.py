@@ -54,6 +54,6 @@ def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
             use_sliding_window=bool(window),
             sliding_window=window,
             attention_bias=cfg.attention_layers[0].qkv_bias,
-            norm_topk_prob=cfg.expert_layers[0].norm_topk,
+            norm_topk_prob=cfg.expert_layers[0].router.norm,
         )
     )

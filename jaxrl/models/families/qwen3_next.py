@@ -32,4 +32,4 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = qwen3_5.hybrid_json(cfg, "qwen3_next", "Qwen3NextForCausalLM")
     more = fields.experts_json(cfg) | fields.dense_layers_json(cfg)
-    return base | more | dict(norm_topk_prob=cfg.expert_layers[0].norm_topk)
+    return base | more | dict(norm_topk_prob=cfg.expert_layers[0].router.norm)

@@ -94,8 +94,9 @@ def write_adapter(folder: Path, adapter: StoredAdapter, decoder: DecoderConfig, 
 
 def warn_of_shared_experts(folder: Path, names: Collection[str], decoder: DecoderConfig) -> None:
     """Warns of the adapters of a model whose shared expert PEFT takes for other experts."""
-    n = sum(".shared_expert." in name for name in names)
-    if n and decoder.family == "qwen3_next":
+    parts = (".shared_expert.", ".shared_experts.")
+    n = sum(any(part in name for part in parts) for name in names)
+    if n and decoder.family in ("qwen3_next", "glm4_moe"):
         warnings.warn(
             f"PEFT 0.21 does not read {n} tensors of the adapter in {folder}, those of the shared "
             "expert: it takes their names for names of other experts. jaxrl reads them. For other "

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from jaxrl.json_text import shown
-from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig
+from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, RouterConfig
 
 INTEGERS = {  # smallest and largest value
     "num_hidden_layers": (1, 1000),
@@ -19,6 +19,13 @@ INTEGERS = {  # smallest and largest value
     "intermediate_size": (1, 2**24),
     "moe_intermediate_size": (1, 2**24),
     "shared_expert_intermediate_size": (0, 2**24),
+    "n_routed_experts": (1, 2**16),
+    "n_shared_experts": (1, 2**10),
+    "n_group": (1, 2**16),
+    "topk_group": (1, 2**16),
+    "first_k_dense_replace": (0, 1000),
+    "num_nextn_predict_layers": (0, 1000),
+    "num_mtp_layers": (0, 1000),
     "vocab_size": (1, 2**26),
     "max_position_embeddings": (1, 2**31),
     "num_experts": (1, 2**16),
@@ -60,11 +67,12 @@ NUMBERS = {
     "mscale": (0.0, 1e6),
     "mscale_all_dim": (0.0, 1e6),
     "partial_rotary_factor": (0.0, 1.0),
+    "routed_scaling_factor": (1e-6, 1e6),
 }
 FLAGS = {
     *("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "truncate"),
     *("use_bidirectional_attention", "use_sliding_window", "attention_out_bias", "qkv_bias"),
-    "use_bias",
+    *("use_bias", "use_qk_norm"),
 }
 TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
 LISTS: dict[str, type] = {
@@ -166,11 +174,25 @@ def check_decoder(cfg: DecoderConfig) -> None:
                 f"{mixer.N} attention heads are not a multiple of {mixer.K} key-value heads"
             )
     for ffn in dict.fromkeys(cfg.expert_layers):
-        if ffn.top_k > ffn.E:
-            errors.append(f"{ffn.top_k} experts per token of {ffn.E} experts")
+        errors += router_errors(ffn.router, ffn.E)
     n_experts = sum(ffn.E for ffn in cfg.expert_layers)
     if n_experts > MAX_BLOCKS:
         errors.append(f"{cfg.L} layers with {n_experts} experts are more than {MAX_BLOCKS} blocks")
     errors = list(dict.fromkeys(errors))
     if errors:
         raise ValueError(f"{'; '.join(errors)}; use the model's own config.json")
+
+
+def router_errors(router: RouterConfig, n_experts: int) -> list[str]:
+    """Contradictions between the sizes of a router of `n_experts`."""
+    k, n_groups, top_groups = router.top_k, router.n_groups, router.top_groups
+    if k > n_experts:
+        return [f"{k} experts per token of {n_experts} experts"]
+    if n_experts % n_groups or top_groups > n_groups:
+        return [f"n_group={n_groups} and topk_group={top_groups} divide no {n_experts} experts"]
+    size = n_experts // n_groups
+    if n_groups > 1 and size < 2:
+        return [f"groups of one expert (n_group={n_groups}); a group has a score with two or more"]
+    if k > top_groups * size:
+        return [f"{k} experts per token of {top_groups} groups (topk_group) of {size} experts"]
+    return []

@@ -85,7 +85,7 @@ def load_model(
         n_in = quantized.get(spec.hf)
         # Blocks of nf4 may span several shards of FSDP.
         axes = rules.gathered(*spec.axes) if n_in else rules.spec(*spec.axes)
-        leaf = read_param(spec, infos, NamedSharding(mesh, axes), dtype)
+        leaf = read_param(spec, infos, NamedSharding(mesh, axes), spec.dtype or dtype)
         if n_in:
             leaf = quantize_matrix(leaf, n_in, base_dtype, dtype)
             leaf = shard_stored(leaf, rules, spec.axes, n_in)

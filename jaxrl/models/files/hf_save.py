@@ -28,6 +28,7 @@ from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.safetensors import TensorShapes, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
 from jaxrl.models.files.weight_files import find_tensors, kept_tensors
+from jaxrl.models.layers.router import CORRECTION
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
@@ -126,7 +127,8 @@ def convert_model(
     stored = dict(adapter.tensors) if adapter is not None else {}
     base_dtype = adapter and adapter.dtype
     for name in expected_shapes(specs).keys() - stored.keys():
-        stored[name] = stored_tensor(name, found[name], base_dtype)
+        cast = None if name.endswith(CORRECTION) else base_dtype
+        stored[name] = stored_tensor(name, found[name], cast)
     lora = None if adapter is None else adapter.lora
     tensors = sorted(merge_tensors(stored, lora, dtype), key=lambda t: natural_sort_key(t.name))
     with atomic_folder(target) as folder:
@@ -175,7 +177,8 @@ def merge_tensors(
 ) -> Iterator[Tensor]:
     """The tensors of the model without adapters, which are merged into the weights they change.
 
-    One tensor at a time in float32. `dtype` None keeps the dtypes.
+    One tensor at a time in float32. `dtype` None keeps the dtypes; a router's correction keeps its
+    own in any case.
     """
     if lora is not None:
         lora, tensors = joined_starts(lora, tensors)
@@ -188,7 +191,8 @@ def merge_tensors(
         if module + EMBEDDING_PARTS[0] in tensors:
             b, a = (transposed(tensors[module + part]) for part in EMBEDDING_PARTS)
             parts = [a, b, None]
-        target_dtype = np.dtype(tensor.dtype if dtype is None else dtype)
+        keeps = dtype is None or name.endswith(CORRECTION)
+        target_dtype = np.dtype(tensor.dtype if keeps else dtype)
 
         def read(tensor=tensor, parts=parts, target_dtype=target_dtype) -> np.ndarray:
             weight = tensor.read()

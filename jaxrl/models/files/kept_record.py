@@ -11,7 +11,7 @@ from jaxrl.data.digest import digest
 from jaxrl.json_text import read_object
 from jaxrl.models.files.atomic_folder import write_json
 from jaxrl.models.files.quantized.tensors import FileTensor
-from jaxrl.models.files.weight_files import OTHER_PARTS, kept_tensors
+from jaxrl.models.files.weight_files import OTHER_PARTS, drafter_layers, kept_tensors
 
 RECORD = "kept_tensors.json"
 DIGEST_BYTES = 4096  # of each tensor
@@ -49,6 +49,7 @@ def warn_of_change(run: Path, folder: Path) -> None:
     if now == record:
         return
     names = ", ".join(f"{part}*" for part, kept in OTHER_PARTS.items() if kept)
+    names = ", ".join([names, *(f"{layer}*" for layer in drafter_layers(folder))])
     before, there = record.get("n_tensors"), now["n_tensors"]
     change = "with other values" if there == before else f"in place of {before}"
     warnings.warn(

@@ -38,6 +38,7 @@ OTHER_PARTS = {
     "visual.": False,
 }
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+MAX_DRAFTER_LAYERS = 1000  # a damaged config.json must not cost memory
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers that follow from config.json
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # of two tables at a time
@@ -46,12 +47,15 @@ COMPARED_ROWS = 4096  # of two tables at a time
 def find_tensors(folder: Path) -> dict[str, FileTensor]:
     """The language model's tensors in a folder's weight files, by name.
 
+    The layers of a drafter are not among them (`drafter_layers`).
+
     Raises ValueError, with the names, for missing files or shards, for an index that differs from
     its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
     """
     tensors: dict[str, FileTensor] = {}
+    drafter = drafter_layers(folder)
     for name, info in all_tensors(folder):
-        if not is_parameter(name):
+        if not is_parameter(name) or name.startswith(drafter):
             continue
         if info.dtype not in FLOATS:
             raise ValueError(
@@ -69,10 +73,26 @@ def kept_tensors(folder: Path) -> dict[str, FileTensor]:
     Raises ValueError as `find_tensors`.
     """
     tensors: dict[str, FileTensor] = {}
+    drafter = drafter_layers(folder)
     for name, info in all_tensors(folder):
-        if is_kept(name):
+        if is_kept(name) or name.startswith(drafter):
             add_once(tensors, name, info)
     return tensors
+
+
+def drafter_layers(folder: Path) -> tuple[str, ...]:
+    """Starts of the names of a drafter's tensors, which has its layers after those of the model.
+
+    `num_nextn_predict_layers` in config.json, or `num_mtp_layers`, is their number. transformers
+    does not load them.
+    """
+    path = folder / "config.json"
+    config = read_object(path, ADVICE) if path.exists() else {}
+    n_layers = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
+    first = config.get("num_hidden_layers")
+    if type(first) is not int or type(n_layers) is not int:
+        return ()
+    return tuple(f"model.layers.{first + i}." for i in range(min(n_layers, MAX_DRAFTER_LAYERS)))
 
 
 def all_tensors(folder: Path) -> Iterable[tuple[str, FileTensor]]:

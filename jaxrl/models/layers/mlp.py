@@ -1,5 +1,6 @@
 """Feed-forward network of a dense layer, and the shared expert of a mixture of experts."""
 
+import functools
 import math
 from typing import Any
 
@@ -123,15 +124,23 @@ def _split_fused(y: Float[Array, "B T F C"], rules: Rules) -> list[Float[Array, 
 
 
 class SharedExpert(nnx.Module):
-    """sigmoid(g x) mlp(x): an MLP with a gate that every token uses, next to its own experts."""
+    """sigmoid(g x) mlp(x): an MLP that every token uses, next to its own experts.
+
+    Without a gate g, as in DeepSeek-V3, it is mlp(x), and has a plural name in files.
+    """
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MoEConfig):
-        self.mlp = MLP(make, cfg, MLPConfig(ffn.shared_F, ffn.act), "mlp.shared_expert")
+        name = "mlp.shared_expert" if ffn.shared_gate else "mlp.shared_experts"
+        self.mlp = MLP(make, cfg, MLPConfig(ffn.shared_F, ffn.act), name)
         options: Any = dict(lora=cfg.lora, base_dtype=cfg.base_dtype)
         shape, axes = (1, cfg.D), (None, "w_embed")
-        self.gate = Linear(make, SHARED_GATE, "BTD,SD->BTS", shape, axes, **options)
+        gate = functools.partial(Linear, make, SHARED_GATE, "BTD,SD->BTS", shape, axes, **options)
+        self.gate = gate() if ffn.shared_gate else None
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
-        y, gate = self.mlp(x, rules), self.gate(x, rules)
+        y = self.mlp(x, rules)
+        if self.gate is None:
+            return y
+        gate = self.gate(x, rules)
         gate = jax.nn.sigmoid(jax.reshard(gate, jax.typeof(y).sharding.spec).astype(jnp.float32))
         return (gate * y).astype(y.dtype)

@@ -7,19 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
-from jaxrl import types
-from jaxrl.kernels.bits import materialize, row_sum
 from jaxrl.models.config import DecoderConfig, MoEConfig
 from jaxrl.models.layers.experts import ExpertMatrix, sharded_experts
 from jaxrl.models.layers.linear import Adapter
+from jaxrl.models.layers.router import CORRECTION, Live, RouterLoad, route, router_load
 from jaxrl.models.layers.stored import QUANTIZED, Axes, MakeParam, make_stored, stored_specs
 from sharding import Rules
-
-Live = Bool[Array, "B T"] | Int[Array, "B T"]
 
 # Tensor names in a layer of a Hugging Face file: the router, then an expert's gate, up and down.
 QWEN = ("mlp.gate", "mlp.experts.{expert}.%s", ("gate_proj", "up_proj", "down_proj"))
@@ -28,6 +24,7 @@ HF_NAMES = {
     "qwen3_moe": QWEN,
     "qwen3_next": QWEN,
     "qwen3_5_moe": QWEN,
+    "glm4_moe": QWEN,
     "mixtral": (
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.%s",
@@ -43,33 +40,24 @@ AXES: dict[str, Axes] = {
 }
 
 
-@struct.dataclass
-class RouterLoad:
-    """Router statistics of the tokens that are not padding; additive over tokens.
-
-    With a leading layer axis, also over layers.
-    """
-
-    prob: types.Array  # float32 [E], sum of each expert's probability
-    count: types.Array  # float32 [E], tokens routed to each expert
-    n_tokens: types.Array  # float32 []
-
-
 class MoE(nnx.Module):
-    """Σ over the k chosen experts e of p_e down_e(act(gate_e(x)) * up_e(x)).
+    """Σ over the k chosen experts e of w_e down_e(act(gate_e(x)) * up_e(x)).
 
-    p = softmax(x Wrᵀ) over all experts, of which the k largest are kept. With `norm_topk` they are
-    divided by their sum, which equals the softmax over the k largest logits.
+    The router (router.py) chooses the experts and their weights w_e by the logits x Wrᵀ.
     """
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MoEConfig):
         router, expert, names = HF_NAMES[ffn.names]
         E, F, D, lora = ffn.E, ffn.F, cfg.D, cfg.lora
         hf, out_in = dict(zip(AXES, names, strict=True)), dict(gate=(F, D), up=(F, D), down=(D, F))
-        self.top_k, self.norm_topk, self.act = ffn.top_k, ffn.norm_topk, ffn.act
+        self.cfg, self.act = ffn.router, ffn.act
         self.implementation = cfg.grouped_matmul
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
         self.router = nnx.data(make(f"{router}.weight", (E, D), (None, "w_embed"), hf_shape=(E, D)))
+        correction = functools.partial(make, init="zeros", hf_shape=(E,), dtype="float32")
+        self.correction = nnx.data(
+            correction(f"{router}.{CORRECTION}", (E,), (None,)) if ffn.router.correction else None
+        )
 
         def weight(name: str) -> Any:
             part, sizes, dtype = expert % hf[name], out_in[name], cfg.base_dtype
@@ -115,8 +103,13 @@ class MoE(nnx.Module):
         logits = jnp.einsum(
             "BTD,ED->BTE", x, w, out_sharding=rows, preferred_element_type=jnp.float32
         )
-        choose = functools.partial(route, top_k=self.top_k, norm_topk=self.norm_topk)
-        probs, weights, experts = jax.shard_map(choose, in_specs=rows, out_specs=rows)(logits)
+        correction = self.correction
+        if correction is not None:
+            correction = jax.reshard(correction, rules.gathered(None))
+        choose = functools.partial(route, router=self.cfg)
+        in_specs = rows, None if correction is None else jax.P()
+        mapped = jax.shard_map(choose, in_specs=in_specs, out_specs=rows)
+        probs, weights, experts = mapped(logits, correction)
         y = self._apply(x, weights, experts, live, rules)
         y = jax.reshard(y, rules.residual_spec(y.shape))
         return y, router_load(probs, experts, live)
@@ -183,35 +176,6 @@ class MoE(nnx.Module):
         a, b = spec("experts", *lora.a_axes), spec("experts", *lora.b_axes)
         start = {} if matrix.a0 is None else dict(a0=a, b0=b)
         return dataclasses.replace(specs, a=a, b=b, **start)
-
-
-def route(
-    logits: Float[Array, "B T E"], *, top_k: int, norm_topk: bool
-) -> tuple[Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """(probabilities of all experts, weights and indices of the top k, most probable first)."""
-    logits = materialize(logits)
-    # XLA on CPU computes the exponential of a difference in another way than that of an array.
-    powers = jnp.exp(materialize(logits - jnp.max(logits, axis=-1, keepdims=True)))
-    probs = powers / row_sum(powers)[..., None]
-    weights, experts = lax.top_k(probs, top_k)
-    if norm_topk:
-        # Sequential sum: a reduction's order could differ between engine and trainer.
-        total = functools.reduce(jnp.add, [weights[..., i] for i in range(top_k)])
-        weights = weights / total[..., None]
-    return probs, weights, experts
-
-
-def router_load(
-    probs: Float[Array, "B T E"], experts: Int[Array, "B T k"], live: Live
-) -> RouterLoad:
-    """Router statistics of one layer, summed over the live tokens, each as often as it counts."""
-    E, kept = probs.shape[-1], live.astype(jnp.float32)
-    chosen = jnp.sum(experts[..., None] == jnp.arange(E), axis=-2)
-    return RouterLoad(
-        prob=jnp.sum(probs * kept[..., None], axis=(0, 1)),
-        count=jnp.sum(chosen * kept[..., None], axis=(0, 1)),
-        n_tokens=jnp.sum(kept),
-    )
 
 
 def _fsdp_token_axes(rules: Rules) -> tuple[str, ...]:

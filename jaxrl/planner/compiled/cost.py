@@ -91,6 +91,7 @@ class _Work:
         default_factory=lambda: collections.defaultdict(float)
     )
     l2_bytes: float = 0.0
+    attention: bool = False  # as in Kernel
     steps: list[HloStep] = dataclasses.field(default_factory=list)
 
 
@@ -133,7 +134,7 @@ class _CostVisitor:
         self.cost.bytes_accessed += times * work.bytes
         self.cost.l2_bytes += times * work.l2_bytes
         self.cost.estimated_cycles += times * work.cycles
-        return Kernel(dict(work.flops), work.bytes, work.cycles)
+        return Kernel(dict(work.flops), work.bytes, work.cycles, work.attention)
 
     def _loop(self, loop: Instruction, inside: Computation, times: float) -> Loop:
         trips = self.module.trip_count(loop, inside)
@@ -220,6 +221,7 @@ class _CostVisitor:
                 flops, dtype = known.flops, known.dtype
                 work.bytes += known.extra_bytes
                 work.l2_bytes += known.l2_bytes
+                work.attention = work.attention or known.attention
         if flops:
             work.flops[dtype] += flops
 

@@ -43,6 +43,7 @@ class KernelWork:
     dtype: str  # of the operands of its matrix products
     extra_bytes: float  # of HBM, beyond reading every operand and writing every result once
     l2_bytes: float = 0.0  # read again from the L2 cache
+    attention: bool = False  # of packed sequences
 
 
 def attention_work(
@@ -77,8 +78,8 @@ def attention_work(
     flops, read_again = 2 * products * macs, sum(sizes) * macs / block
     working_set = (IN_FLIGHT + T) * q.dims[-1] * sum(sizes)
     if working_set <= l2_cache_bytes:
-        return KernelWork(flops, q.dtype, 0.0, read_again)
-    return KernelWork(flops, q.dtype, read_again)
+        return KernelWork(flops, q.dtype, 0.0, read_again, attention=True)
+    return KernelWork(flops, q.dtype, read_again, attention=True)
 
 
 def cudnn_work(
@@ -94,7 +95,7 @@ def cudnn_work(
         return None
     q = operands[0]
     flops = 2 * CUDNN_PRODUCTS[match[1]] * math.prod(q.dims) * min(keys, q.dims[1] / 2)
-    return KernelWork(flops, q.dtype, 0.0)
+    return KernelWork(flops, q.dtype, 0.0, attention=True)
 
 
 def paged_work(
@@ -106,7 +107,10 @@ def paged_work(
     """
     if not PAGED.search(op_name):
         return None
-    q, pools = operands[4], operands[6:]  # of keys and values, and of their scales
+    # After the scalars, and before or after the positions of prefill: queries, then the pools of
+    # keys and values, and of their scales.
+    first, second = [i for i, operand in enumerate(operands) if len(operand.dims) == 4][:2]
+    q, pools = operands[first], operands[second:]
     rows, K, M, H = q.dims
     n_pages, _, page_len, _ = pools[0].dims
     keys += page_len / 2  # of the last page

@@ -33,6 +33,7 @@ class Kernel:
     flops: Mapping[str, float]  # of matrix products, by operand dtype
     bytes: float  # of HBM
     cycles: float = 0.0  # by the TPU compiler's own estimate; 0 if it has none
+    attention: bool = False  # attention of training, or of a whole prompt
 
     def seconds(self, chip: Chip) -> float:
         """The larger of its arithmetic and its memory traffic at peak rates."""
@@ -42,6 +43,15 @@ class Kernel:
     def compiler_seconds(self, chip: Chip) -> float:
         """The compiler's estimate, or `seconds` if it has none."""
         return self.cycles / chip.clock_hz if self.cycles and chip.clock_hz else self.seconds(chip)
+
+    def bound(self, chip: Chip) -> str:
+        """The row of the factor table (planner/calibration.py) that its time belongs to."""
+        if self.cycles and chip.clock_hz:
+            return "estimated"
+        if self.attention:
+            return "attention"
+        in_memory = self.seconds(chip) <= self.bytes / chip.memory_bytes_per_s
+        return "memory" if in_memory else "products"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +96,22 @@ class Times:
         """The share of a kind's time between its start and its end in which kernels run."""
         total = self.collectives_s.get(kind, 0.0)
         return max(1.0 - self.exposed_s[kind] / total, 0.0) if total else 0.0
+
+
+def kernel_times(steps: Sequence[HloStep], chip: Chip) -> dict[str, float]:
+    """Seconds of the kernels of one call by `Kernel.bound`, and their number ("count").
+
+    At peak rates, or by the compiler's estimate where it has one.
+    """
+    totals: dict[str, float] = {}
+    for step in steps:
+        if isinstance(step, Loop):
+            for name, value in kernel_times(step.steps, chip).items():
+                _add(totals, name, step.trips * value)
+        elif isinstance(step, Kernel):
+            _add(totals, step.bound(chip), step.compiler_seconds(chip))
+            _add(totals, "count", 1.0)
+    return totals
 
 
 def collective_seconds(one: Collective, chip: Chip) -> float:
@@ -152,5 +178,5 @@ class _Clock:
         return kernels_s
 
 
-def _add(totals: dict[str, float], kind: str, seconds: float) -> None:
-    totals[kind] = totals.get(kind, 0.0) + seconds
+def _add(totals: dict[str, float], name: str, value: float) -> None:
+    totals[name] = totals.get(name, 0.0) + value

@@ -15,6 +15,7 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.engine.device.batches import DispatchShapes, dispatch_shapes
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.calibration import Factor, factors_of
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.schedules.engine import EngineCosts, ReplicaUsage, SimulatedEngine
 from jaxrl.planner.schedules.simulation import TrainingCosts
@@ -43,6 +44,13 @@ class RunCosts:
     cfg: RunConfig
     decoder: DecoderConfig
     plan: Numbers
+
+    @property
+    def factors(self) -> Mapping[str, Factor]:
+        """Factors of the chip; {} if the plan has only times at peak rates."""
+        if not self.plan.get("calibrated_step_s"):
+            return {}
+        return factors_of(CHIPS[self.plan["topology"].partition(":")[0]]) or {}
 
     @property
     def n_devices(self) -> int:
@@ -153,7 +161,8 @@ class RunCosts:
         programs, phases = self.plan["programs"], self.plan["phases"]
         slower = self.n_devices / split.training
         update_s = self.cfg.updates_per_step * _seconds(programs["apply"])
-        passes_s = sum(phases[name]["roofline_s"] for name in phases if name != "rollout")
+        time = "calibrated_s" if self.factors else "roofline_s"
+        passes_s = sum(phases[name][time] for name in phases if name != "rollout")
         lengths = self.plan["lengths"]
         seq_len = lengths["prompt"] + lengths["response"]
         token_s = (passes_s - update_s) / (self.cfg.sequences_per_step * seq_len)
@@ -176,7 +185,10 @@ class RunCosts:
         update = 2 + 5 + 2 * whole
         scored = 2 * (needs_old_logp(cfg) + needs_ref_logp(cfg))
         flops = 2 * (scored + update * cfg.learner.epochs) * d.score_features
-        return flops * decode["seconds"]["flops"] / decode["flops"] / self.n_devices
+        per_flop = decode["seconds"]["flops"] / decode["flops"]
+        if self.factors:
+            per_flop /= self.factors["attention"].value
+        return flops * per_flop / self.n_devices
 
     def _decode(self) -> tuple[ReplicaUsage, ...]:
         """The decode program's seconds, divided into weights, sequences and keys."""
@@ -192,10 +204,29 @@ class RunCosts:
         attention_s = 4 * d.score_features / tensor * per_flop  # two products of a query and a key
         memory_s = max(seconds["memory"] - weights_s - keys * key_s, 0.0) / n
         flops_s = max(seconds["flops"] - keys * attention_s, 0.0) / n
+        if self.factors:
+            return (self._calibrated_decode(n, keys, key_s, memory_s),)
         return (
             ReplicaUsage(weights_s, memory_s, key_s),
             ReplicaUsage(0.0, flops_s, attention_s),
             ReplicaUsage(0.0, seconds["collectives"] / n, 0.0),
+        )
+
+    def _calibrated_decode(
+        self, n: int, keys: float, key_s: float, sequence_s: float
+    ) -> ReplicaUsage:
+        """The calibrated time of a decode step with `n` sequences, and the host's share of it.
+
+        `key_s` and `sequence_s` are at peak rates. A process plans for its replicas one by one.
+        """
+        share, steps = self.factors["memory"].value, self.cfg.rollout.steps_per_dispatch
+        key_s, sequence_s = key_s / share, sequence_s / share
+        fixed_s = _seconds(self.plan["programs"]["decode"]) - keys * key_s - n * sequence_s
+        together = self.plan["n_replicas"] / self.plan["n_processes"]
+        return ReplicaUsage(
+            max(fixed_s, 0.0) + self.factors["round"].value / steps,
+            sequence_s + together * self.factors["sequence_round"].value / steps,
+            key_s,
         )
 
     def _transfer_s(self, split: Split) -> float:
@@ -210,5 +241,5 @@ class RunCosts:
 
 
 def _seconds(program: Numbers) -> float:
-    """Time of a call, as if all resources overlapped."""
-    return max(program["seconds"].values())
+    """Calibrated time of a call; in a plan without it, as if all resources overlapped."""
+    return program.get("calibrated_s") or max(program["seconds"].values())

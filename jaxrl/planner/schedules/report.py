@@ -16,8 +16,8 @@ from jaxrl.planner.schedules.lengths import simulated_lengths
 from jaxrl.planner.schedules.search import Simulated, Simulator, best
 
 COLUMNS = (
-    "schedule", "devices", "max_staleness", "s/step", "tokens/s", "to sync", "rollout idle",
-    "trainer idle", "mean staleness", "versions",
+    "schedule", "devices", "max_staleness", "s/step", "training s", "tokens/s", "to sync",
+    "rollout idle", "trainer idle", "mean staleness", "versions",
 )  # fmt: skip
 WIDTH = 160
 
@@ -75,6 +75,7 @@ def _table(found: Sequence[Simulated]) -> str:
             str(one.split),
             str(schedule.max_staleness),
             f"{outcome.step_s:,.1f}",
+            f"{outcome.training_s:,.1f}",
             f"{outcome.tokens_per_s:,.0f}",
             _gain(one, found[0]),
             f"{outcome.rollout_idle:.0%}",
@@ -107,14 +108,20 @@ def _assumptions(costs: RunCosts, lengths: np.ndarray, spec: str) -> list[str]:
     held += [str(costs.sequences(split)) for split in costs.splits()[:1]]
     n = costs.replica_devices
     replica = "1 device" if n == 1 else f"{n} devices"
+    times = (
+        "every program takes its calibrated time (docs/concepts/planner_accuracy.md), and the host "
+        "its time between dispatches"
+        if costs.factors
+        else "every program takes its time at peak rates, as the plan computes it, with compute, "
+        "HBM traffic and collectives overlapped; the host takes no time"
+    )
     return [
         f"{cfg.data.prompts_per_step} prompts of {planned['prompt']} tokens x {cfg.rollout.n} "
         f"samples per step; lengths of responses: {spec}, mean {lengths.mean():,.0f}, median "
         f"{np.median(lengths):,.0f}, longest {lengths.max():,} tokens, "
         f"{(lengths == lengths.max()).mean():.0%} of that length",
-        "every program takes its time at peak rates, as the plan computes it (mesh "
-        f"{mesh}, sequences of {planned['prompt']} + {planned['response']} tokens), with compute, "
-        "HBM traffic and collectives overlapped; host, rewards and checkpoints take no time",
+        f"{times}; rewards and checkpoints take no time. Mesh {mesh}, sequences of "
+        f"{planned['prompt']} + {planned['response']} tokens",
         f"an engine replica has {replica}, and KV pages for {' or '.join(held)} sequences of "
         "maximum length",
     ]

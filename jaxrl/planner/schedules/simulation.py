@@ -34,6 +34,7 @@ class Outcome:
     """Means over the training steps after the first ones."""
 
     step_s: float
+    training_s: float  # scoring and update of a step
     tokens_per_s: float  # trained response tokens
     rollout_idle: float  # share of the time in which a replica has no response to decode
     trainer_idle: float  # share of the time in which the trainer waits; 0 on shared devices
@@ -84,6 +85,7 @@ def simulate(
         busy += sum(one + costs.transfer_s for one in train_s[:-1])
     return Outcome(
         step_s=seconds / (n_steps - n_warmup),
+        training_s=sum(train_s[1:]) / (n_steps - n_warmup),
         tokens_per_s=sum(n_tokens) / seconds,
         rollout_idle=max(1 - busy / (ready_s[-1] - ready_s[0]), 0.0),
         trainer_idle=0.0 if shared else 1 - sum(train_s[1:]) / seconds,

@@ -75,6 +75,7 @@ REWARD_MODEL = OfflineObjective(
     unused_keys=(
         *UNUSED_SECTIONS,
         "learner.router_aux_coef",
+        "learner.router_bias_rate",
         "preference.loss",
         "preference.beta",
         "preference.ipo_reduction",

@@ -12,6 +12,7 @@ from jaxrl.config.checks.memory import offload_keys
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
 from jaxrl.layout import split_devices, training_mesh
+from jaxrl.learner.router import check_correction
 from jaxrl.learner.xla import check_options
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
@@ -133,6 +134,7 @@ def start_devices(
             f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but "
             f"this {decoder.family} model has none; set it to 0"
         )
+    check_correction(cfg.learner.router_bias_rate, decoder)
     specs = decoder_specs(dataclasses.replace(decoder, base_dtype=""))
     n_params, n_trained = count_params(specs), count_params(split(specs)[0])
     trained = "" if decoder.lora is None else f", {n_trained / 1e6:.2f} M of them trained"

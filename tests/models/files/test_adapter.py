@@ -262,6 +262,9 @@ def test_a_shared_expert_that_peft_misreads_is_named(tmp_path):
     decoder = model_config(GOLDEN / "qwen3_next")
     with pytest.warns(UserWarning, match=r"PEFT 0\.21 does not read 1 tensors .*jaxrl\.convert"):
         warn_of_shared_experts(tmp_path, names, decoder)
+    glm = [names[0].replace("shared_expert", "shared_experts")]
+    with pytest.warns(UserWarning, match="PEFT 0.21 does not read 1 tensors"):
+        warn_of_shared_experts(tmp_path, glm, model_config(GOLDEN / "glm4_moe"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_shared_experts(tmp_path, names[1:], decoder)

@@ -79,6 +79,46 @@ def test_the_drafter_is_exported_unchanged(one_device, tmp_path):
     assert row.passed and row.text.endswith("tensors equal bit for bit; 3 more copied unchanged")
 
 
+def glm_folder(target: Path, n_layers: int) -> tuple[Path, dict[str, np.ndarray]]:
+    """(a GLM model with the tensors of a drafter after its 3 layers, these tensors)."""
+    target.mkdir()
+    drafter = {
+        "model.layers.3.eh_proj.weight": RNG.standard_normal((4, 8)).astype(ml_dtypes.bfloat16),
+        "model.layers.3.mlp.experts.gate_up_proj": RNG.standard_normal((2, 6, 4)).astype("f2"),
+        "model.layers.3.mlp.gate.e_score_correction_bias": np.ones(2, np.float32),
+    }
+    golden = load_file(GOLDEN / "glm4_moe" / "model.safetensors")
+    save_file(golden | drafter, target / "model.safetensors")
+    config = json.loads((GOLDEN / "glm4_moe" / "config.json").read_text())
+    config["num_nextn_predict_layers"] = n_layers
+    (target / "config.json").write_text(json.dumps(config))
+    return target, drafter
+
+
+def test_the_drafter_layers_of_glm_are_exported_unchanged(one_device, tmp_path):
+    """A cast of the model to bfloat16 leaves the corrections in float32."""
+    source, drafter = glm_folder(tmp_path / "source", 1)
+    _, model = load_model(source, rules=TRAIN, dtype=jnp.bfloat16)
+    save_model(tmp_path / "a", model, source=source)
+    convert_model(source, tmp_path / "b", dtype=ml_dtypes.bfloat16)
+    before = stored(source)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        found = stored(folder)
+        assert found.keys() == before.keys()
+        assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+        for name, tensor in found.items():
+            if name in drafter or name.endswith("e_score_correction_bias"):
+                assert tensor[1:] == before[name][1:]
+            else:
+                assert tensor[1] == ml_dtypes.bfloat16
+
+
+def test_layers_after_the_last_one_are_refused_if_the_config_has_no_drafter(tmp_path):
+    source, _ = glm_folder(tmp_path / "source", 0)
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.3\.eh_proj\.weight"):
+        convert_model(source, tmp_path / "out")
+
+
 def test_a_classifier_has_no_drafter(tmp_path):
     source = folder_with(DRAFTER, tmp_path / "source")
     cfg = folder_config(source)

@@ -12,11 +12,11 @@ import pytest
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.kernels.grouped_matmul import triton
 from jaxrl.models import decoder
-from jaxrl.models.config import uniform_decoder
+from jaxrl.models.config import RouterConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs, init_model, restrict
 from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.layers.experts import ExpertMatrix, local_experts
-from jaxrl.models.layers.moe import route
+from jaxrl.models.layers.router import route
 from jaxrl.models.lora import adapters, add_adapters, merge, without_adapters
 from jaxrl.models.paged import forward_paged
 from jaxrl.models.quantize import map_matrices, quantize_matrix
@@ -207,13 +207,22 @@ def test_room_for_a_devices_share_of_the_tokens_changes_no_bit(one_device, share
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize(("E", "top_k", "norm_topk"), [(4, 2, False), (8, 3, True)])
-def test_a_tokens_route_does_not_depend_on_the_other_tokens(one_device, E, top_k, norm_topk):
-    logits = np.random.default_rng(0).normal(size=(8, 256, E)).astype(np.float32)
-    run = jax.jit(functools.partial(route, top_k=top_k, norm_topk=norm_topk))
-    whole = run(logits)
+@pytest.mark.parametrize(
+    ("E", "router"),
+    [
+        (4, RouterConfig(2, norm=False)),
+        (8, RouterConfig(3)),
+        (8, RouterConfig(3, "sigmoid", correction=True, n_groups=4, top_groups=2, scale=1.7)),
+    ],
+)
+def test_a_tokens_route_does_not_depend_on_the_other_tokens(one_device, E, router):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(8, 256, E)).astype(np.float32)
+    correction = rng.normal(size=E).astype(np.float32) if router.correction else None
+    run = jax.jit(functools.partial(route, router=router))
+    whole = run(logits, correction)
     for n in (2, 8, 64):
-        some = run(logits[0, :n, None])
+        some = run(logits[0, :n, None], correction)
         for a, b in zip(some, whole, strict=True):
             np.testing.assert_array_equal(a[:, 0], b[0, :n])
 

@@ -63,6 +63,27 @@ def test_decode_is_divided_into_weights_sequences_and_keys():
     assert dataclasses.astuple(collectives) == pytest.approx((0.0, 1.0, 0.0))
 
 
+def test_a_plan_with_calibrated_times_is_simulated_with_them():
+    programs = copy.deepcopy(PLAN["programs"])
+    for name, seconds in (("decode", 4000.0), ("prefill", 2.0), ("apply", 0.6), ("reshard", 0.4)):
+        programs[name]["calibrated_s"] = seconds
+    phases = {name: {"calibrated_s": 9.0} | phase for name, phase in PLAN["phases"].items()}
+    found = costs(
+        topology="h100:8", calibrated_step_s=27.0, n_processes=2, programs=programs, phases=phases
+    )
+    (decode,) = found.engine(found.shared(), mean_len=64).costs.decode
+    # A byte takes 1 / 0.85 s, as above 2 per key and 16 per sequence. A process has two replicas;
+    # a dispatch of 32 steps costs it 2.4 ms, and 24 us per sequence.
+    keys, rows = 8 * 96 * 2 / 0.85, 8 * 16 / 0.85
+    assert decode.per_key_s == pytest.approx(2 / 0.85)
+    assert decode.per_sequence_s == pytest.approx(16 / 0.85 + 2 * 24e-6 / 32)
+    assert decode.fixed_s == pytest.approx(4000 - keys - rows + 2.4e-3 / 32)
+    training = found.training(found.shared())
+    assert training.update_s == 1.2 and training.transfer_s == 0.4
+    assert training.pair_s == costs().training(costs().shared()).pair_s / 0.4
+    assert found.engine(found.shared(), 64).costs.prefill_s == 2.0 / 512
+
+
 def test_training_on_fewer_devices_takes_longer():
     # 2 updates a step of 0.5 s; the other 7 s are for 32 sequences of 128 tokens
     shared, half = (costs().training(split) for split in (costs().shared(), costs().split(4)))

@@ -1,0 +1,83 @@
+"""GLM-4.5, GLM-4.6 and GLM-4.7 (https://arxiv.org/abs/2508.06471), and GLM-4.5-Air.
+
+The first layers are dense. The others have a router of sigmoids with a correction, and a shared
+expert. Half of every head is rotated. Definition: transformers' model type `glm4_moe`.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxrl.models.config import DecoderConfig, RouterConfig
+from jaxrl.models.families import entries, fields, rotary
+
+# Number of layers of the drafter, whose tensors an export keeps (files/weight_files.py).
+DRAFTER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 128,  # the defaults are those of transformers
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+}
+ENTRIES = entries.Entries(
+    classes=("Glm4Moe",),
+    read=entries.READ | {"hidden_act", "attention_bias", "use_qk_norm", *DRAFTER_LAYERS, *EXPERTS},
+    neutral=frozenset({"output_router_logits"}),
+)
+DEFAULTS: dict[str, Any] = EXPERTS | dict(
+    num_key_value_heads=8, rms_norm_eps=1e-5, partial_rotary_factor=0.5
+)
+
+
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
+    """Raises ValueError if no layer has experts."""
+    c = DEFAULTS | dict(c)
+    rope = rotary.read_rope(c, partial=True, mrope=True)
+    cfg = fields.base_config(
+        c,
+        "glm4_moe",
+        rope=dataclasses.replace(rope, mrope_section=()),  # which transformers ignores
+        qkv_bias=c.get("attention_bias", False),
+        qk_norm=c.get("use_qk_norm", False),
+        E=c["n_routed_experts"],
+        top_k=c["num_experts_per_tok"],
+        F_expert=c["moe_intermediate_size"],
+        shared_F=c["moe_intermediate_size"] * c["n_shared_experts"],
+    )
+    router = RouterConfig(
+        c["num_experts_per_tok"],
+        score="sigmoid",
+        norm=c["norm_topk_prob"],
+        correction=True,
+        n_groups=c["n_group"],
+        top_groups=c["topk_group"],
+        scale=float(c["routed_scaling_factor"]),
+    )
+    experts = dataclasses.replace(cfg.expert_layers[0], router=router, shared_gate=False)
+    layers = tuple(dataclasses.replace(layer, ffn=experts) for layer in cfg.layers)
+    cfg = dataclasses.replace(cfg, layers=layers)
+    return fields.with_dense_prefix(cfg, c["first_k_dense_replace"])
+
+
+def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
+    attention, experts = cfg.attention_layers[0], cfg.expert_layers[0]
+    router = experts.router
+    return fields.base_json(cfg, "glm4_moe", "Glm4MoeForCausalLM") | dict(
+        partial_rotary_factor=attention.rope.rotary,
+        attention_bias=attention.qkv_bias,
+        use_qk_norm=attention.qk_norm,
+        n_routed_experts=experts.E,
+        num_experts_per_tok=router.top_k,
+        moe_intermediate_size=experts.F,
+        n_shared_experts=experts.shared_F // experts.F,
+        norm_topk_prob=router.norm,
+        n_group=router.n_groups,
+        topk_group=router.top_groups,
+        routed_scaling_factor=router.scale,
+        first_k_dense_replace=cfg.L - len(cfg.expert_layers),
+        num_nextn_predict_layers=0,
+    )

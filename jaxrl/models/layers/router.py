@@ -1,0 +1,93 @@
+"""The router of a mixture of experts: scores, the choice of a token's experts, and their weights.
+
+With s the scores of all E experts, b a correction and k = top_k:
+
+    S = the k experts of largest s_e + b_e, of the token's groups
+    w_e = scale s_e / Σ_S s, or scale s_e without `norm`
+
+A token's groups are the `top_groups` with the largest sum of their two best s_e + b_e
+(https://arxiv.org/abs/2412.19437, equations 12-16).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl import types
+from jaxrl.kernels.bits import materialize, row_sum
+from jaxrl.models.config import RouterConfig
+
+Live = Bool[Array, "B T"] | Int[Array, "B T"]
+CORRECTION = "e_score_correction_bias"  # last part of the tensor's name; float32 in every file
+
+
+@struct.dataclass
+class RouterLoad:
+    """Router statistics of the tokens that are not padding; additive over tokens.
+
+    With a leading layer axis, also over layers.
+    """
+
+    prob: types.Array  # float32 [E], sum of each expert's probability
+    count: types.Array  # float32 [E], tokens routed to each expert
+    n_tokens: types.Array  # float32 []
+
+
+def route(
+    logits: Float[Array, "B T E"], correction: Float[Array, "E"] | None, *, router: RouterConfig
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"]]:
+    """(probabilities of all experts, weights and indices of the top k, best first), in float32.
+
+    Probabilities are scores that sum to 1, for the load. The correction gets no gradient.
+    """
+    logits = materialize(logits)
+    if router.score == "sigmoid":
+        scores = materialize(jax.nn.sigmoid(logits))
+        probs = scores / row_sum(scores)[..., None]
+    else:
+        # XLA on CPU computes the exponential of a difference in another way than that of an array.
+        powers = jnp.exp(materialize(logits - jnp.max(logits, axis=-1, keepdims=True)))
+        probs = scores = powers / row_sum(powers)[..., None]
+    if correction is None and router.n_groups == 1:
+        weights, experts = lax.top_k(scores, router.top_k)
+    else:
+        experts = choose_experts(lax.stop_gradient(scores), correction, router=router)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if router.norm:
+        # Sequential sum: a reduction's order could differ between engine and trainer.
+        total = functools.reduce(jnp.add, [weights[..., i] for i in range(router.top_k)])
+        if router.score == "sigmoid":  # all of them may be zero
+            total = total + 1e-20
+        weights = weights / total[..., None]
+    return probs, weights if router.scale == 1 else weights * router.scale, experts
+
+
+def choose_experts(
+    scores: Float[Array, "B T E"], correction: Float[Array, "E"] | None, *, router: RouterConfig
+) -> Int[Array, "B T k"]:
+    """The top k of the corrected scores, in the best groups only; best first."""
+    corrected = scores if correction is None else scores + lax.stop_gradient(correction)
+    if router.top_groups < router.n_groups:
+        groups = corrected.reshape(*corrected.shape[:-1], router.n_groups, -1)
+        best, _ = lax.top_k(groups, 2)
+        _, chosen = lax.top_k(best[..., 0] + best[..., 1], router.top_groups)
+        kept = jnp.any(chosen[..., None] == jnp.arange(router.n_groups), axis=-2)
+        corrected = jnp.where(kept[..., None], groups, -jnp.inf).reshape(corrected.shape)
+    return lax.top_k(corrected, router.top_k)[1]
+
+
+def router_load(
+    probs: Float[Array, "B T E"], experts: Int[Array, "B T k"], live: Live
+) -> RouterLoad:
+    """Router statistics of one layer, summed over the live tokens, each as often as it counts."""
+    E, kept = probs.shape[-1], live.astype(jnp.float32)
+    chosen = jnp.sum(experts[..., None] == jnp.arange(E), axis=-2)
+    return RouterLoad(
+        prob=jnp.sum(probs * kept[..., None], axis=(0, 1)),
+        count=jnp.sum(chosen * kept[..., None], axis=(0, 1)),
+        n_tokens=jnp.sum(kept),
+    )
