@@ -113,7 +113,8 @@ LIKE_OTHERS = ("olmo2", "smollm3", "gemma", "seed_oss", "qwen2_moe", "exaone4")
 THOROUGH = [
     name
     for name in SUPPORTED
-    if not name.startswith((*SPECIAL, *LIKE_OTHERS)) or name.endswith(("_0", "_3"))
+    if CASES[name]["config"]["model_type"] not in (*SPECIAL, *LIKE_OTHERS)
+    or name.endswith(("_0", "_3"))
 ]
 
 
