@@ -56,7 +56,7 @@ def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
         | more
         | dict(
             qkv_bias=cfg.attention_layers[0].qkv_bias,
-            norm_topk_prob=cfg.expert_layers[0].norm_topk,
+            norm_topk_prob=cfg.expert_layers[0].router.norm,
             use_sliding_window=bool(window),
             sliding_window=window,
             layer_types=fields.layer_types(cfg),
