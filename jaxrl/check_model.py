@@ -31,7 +31,6 @@ from jaxrl.models.config import (
     DecoderConfig,
     LayerConfig,
     MLPConfig,
-    layer_runs,
 )
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.families.entries import WITHOUT_EFFECT
@@ -43,6 +42,7 @@ from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, expected_shapes
 from jaxrl.models.files.weight_files import find_tensors, kept_tensors
+from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import count_params
 from jaxrl.runtime.backend import open_backend

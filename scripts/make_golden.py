@@ -30,6 +30,7 @@ SHAPE = dict(
     pad_token_id=0,
 )
 GEMMA = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=6)
+SMALL = dict(vocab_size=64)  # of families that were added later
 HYBRID_MIXTURE = dict(
     num_hidden_layers=2,
     layer_types=["linear_attention", "full_attention"],
@@ -188,6 +189,116 @@ MODELS = {
             **HYBRID_MIXTURE,
         ),
     ),
+    "olmo2": ("Olmo2", dict(num_hidden_layers=2, attention_bias=True, **SMALL)),
+    "olmo3": (
+        "Olmo3",
+        dict(
+            num_hidden_layers=3,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=dict(
+                full_attention=dict(
+                    rope_type="yarn",
+                    rope_theta=500.0,
+                    factor=4.0,
+                    original_max_position_embeddings=32,
+                ),
+                sliding_attention=dict(rope_type="default", rope_theta=100.0),
+            ),
+            **SMALL,
+        ),
+    ),
+    "phi3": (
+        "Phi3",
+        dict(
+            num_hidden_layers=2,
+            sliding_window=9,
+            original_max_position_embeddings=128,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=300.0,
+                partial_rotary_factor=0.5,
+                original_max_position_embeddings=128,
+                factor=4.0,
+                short_factor=[1.0, 1.5],
+                long_factor=[2.0, 4.0],
+            ),
+            **SMALL,
+        ),
+    ),
+    "glm4": (
+        "Glm4",
+        dict(
+            num_hidden_layers=2,
+            head_dim=16,
+            rms_norm_eps=1e-5,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0, partial_rotary_factor=0.5),
+            **SMALL,
+        ),
+    ),
+    "smollm3": ("SmolLM3", dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1], **SMALL)),
+    "granite": (
+        "Granite",
+        dict(
+            num_hidden_layers=2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.2,
+            logits_scaling=1.7,
+            mlp_bias=True,
+            **SMALL,
+        ),
+    ),
+    "gemma": ("Gemma", dict(num_hidden_layers=2, head_dim=16, **SMALL)),
+    "seed_oss": ("SeedOss", dict(num_hidden_layers=2, head_dim=16, **SMALL)),
+    "ministral3": (
+        "Ministral3",
+        dict(
+            num_hidden_layers=2,
+            head_dim=16,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=500.0,
+                factor=8.0,
+                original_max_position_embeddings=16,
+                llama_4_scaling_beta=0.4,
+            ),
+            **SMALL,
+        ),
+    ),
+    "cohere2": (
+        "Cohere2",
+        dict(
+            num_hidden_layers=3,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            logit_scale=0.3,
+            **SMALL,
+        ),
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        dict(
+            num_hidden_layers=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=20,
+            use_sliding_window=True,
+            sliding_window=7,
+            **SMALL,
+        ),
+    ),
+    "exaone4": (
+        "Exaone4",
+        dict(
+            num_hidden_layers=3,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            **SMALL,
+        ),
+    ),
+    "starcoder2": ("Starcoder2", dict(num_hidden_layers=2, sliding_window=7, **SMALL)),
     "glm4_moe": (
         "Glm4Moe",
         dict(
@@ -274,8 +385,8 @@ def routers(config: transformers.PreTrainedConfig) -> dict:
     return {"output_router_logits": True} if hasattr(config, "router_aux_loss_coef") else {}
 
 
-def random_tokens(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, 256, (ROWS, LENGTH)).astype(np.int32)
+def random_tokens(seed: int, vocab_size: int = 256) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, vocab_size, (ROWS, LENGTH)).astype(np.int32)
 
 
 def write_scores(target: Path, name: str, seed: int) -> None:
@@ -332,7 +443,7 @@ def main(target: Path, names: list[str]) -> None:
         model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
         randomise(model, seed)
         model.save_pretrained(target / name)
-        tokens = random_tokens(seed)
+        tokens = random_tokens(seed, model.config.get_text_config().vocab_size)
         with torch.no_grad():
             out = model(torch.from_numpy(tokens).long(), **routers(config))
         logits = out.logits.numpy()

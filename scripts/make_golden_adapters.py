@@ -1,13 +1,13 @@
 """Writes adapters of PEFT for the tiny checkpoints of the model tests, or checks jaxrl's in PEFT.
 
-tests/models/golden_adapters/<name>/ has an adapter for every checkpoint in tests/models/golden/,
-saved by PEFT, and the logits of PEFT's torch model; <name>_dora/ has one of DoRA. <name>_experts/
-has one of the experts and of q_proj, with a tensor per expert: PEFT reads this format and does not
-write it, because transformers 5 fuses the experts. <name>_tables/ has one of the embedding table,
-the output head and q_proj. <name>_scores/ has one of a classifier in tests/models/golden_scores/,
-with its trained score head, and the score of each token. Folders that exist are kept. With
---check=FOLDER, it loads the adapters in FOLDER/<name> into the checkpoints and compares the logits
-or scores with those in their golden.npz.
+tests/models/golden_adapters/<name>/ has an adapter for every checkpoint in tests/models/golden/
+whose linear layers are not those of others, saved by PEFT, and the logits of PEFT's torch model;
+<name>_dora/ has one of DoRA. <name>_experts/ has one of the experts and of q_proj, with a tensor
+per expert: PEFT reads this format and does not write it, because transformers 5 fuses the experts.
+<name>_tables/ has one of the embedding table, the output head and q_proj. <name>_scores/ has one of
+a classifier in tests/models/golden_scores/, with its trained score head, and the score of each
+token. Folders that exist are kept. With --check=FOLDER, it loads the adapters in FOLDER/<name> into
+the checkpoints and compares the logits or scores with those in their golden.npz.
 
 torch and peft are not dependencies of the project; run this in a separate environment:
     python -m venv /tmp/peft && /tmp/peft/bin/pip install torch peft transformers safetensors numpy
@@ -33,7 +33,13 @@ TARGETS = {  # of checkpoints with other layers
     "qwen3_5": [*ATTENTION, *MLP, *LINEAR_ATTENTION],
     "qwen3_5_moe": [*ATTENTION, *MLP, *LINEAR_ATTENTION, "shared_expert_gate"],  # not experts
     "qwen3_next": QWEN3_NEXT,
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "glm4": [*ATTENTION, "gate_up_proj", "down_proj"],
+    "starcoder2": [*ATTENTION, "c_fc", "c_proj"],
 }
+# Checkpoints without an adapter: their linear layers are those of others.
+WITHOUT = ("cohere2", "exaone4", "gemma", "granite", "ministral3", "olmo2", "olmo3")
+WITHOUT += ("qwen2_moe", "seed_oss", "smollm3")
 DORA = ("gemma2", "mixtral", "qwen2", "qwen3_5")  # checkpoints with a DoRA adapter
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
 TABLES = ("llama", "qwen2")  # checkpoints with adapters of the embedding table and the output head
@@ -130,7 +136,7 @@ def check(models: Path, case: str, name: str, folder: Path) -> None:
 
 def main() -> None:
     models, *options = sys.argv[1:]
-    names = sorted(path.name for path in (Path(models) / "golden").iterdir())
+    names = sorted({path.name for path in (Path(models) / "golden").iterdir()} - {*WITHOUT})
     cases = {name: (name, {"use_rslora": i % 2 == 1}) for i, name in enumerate(names)}
     cases |= {f"{name}_dora": (name, {"use_dora": True}) for name in DORA}
     cases |= {f"{name}_experts": (name, {}) for name in EXPERTS}

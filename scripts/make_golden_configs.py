@@ -213,6 +213,90 @@ MIXTURE = [
     [{}, dict(shared_expert_intermediate_size=28)],
     [{}, dict(router_aux_loss_coef=0.5, output_router_logits=False)],
 ]
+FEW_ROPES: list[Json] = [
+    {},
+    dict(rope_theta=300.0),
+    dict(rope_theta=300.0, rope_scaling=dict(type="linear", factor=3.0)),
+    dict(rope_parameters=DEFAULT | dict(rope_theta=200.0)),
+    dict(rope_scaling=dict(rope_type="dynamic", factor=2.0), rope_theta=300.0),
+    dict(rope_scaling=yarn(), rope_theta=300.0),
+    dict(rope_parameters=LLAMA3 | dict(rope_theta=300.0, original_max_position_embeddings=16)),
+    May(rope_theta=300.0, partial_rotary_factor=0.5),
+    May(
+        rope_parameters=dict(rope_type="proportional", rope_theta=100.0, partial_rotary_factor=0.5)
+    ),
+]
+OLMO3_ROPES: list[Json] = [
+    {},
+    dict(rope_theta=300.0),
+    dict(rope_theta=300.0, rope_scaling=yarn()),
+    dict(rope_parameters=by_type(yarn(rope_theta=300.0), None)),
+    dict(rope_parameters=by_type(DEFAULT | dict(rope_theta=200.0), DEFAULT)),
+    dict(rope_parameters=by_type(DEFAULT, dict(rope_type="linear", factor=4.0, rope_theta=50.0))),
+    dict(rope_parameters=by_type(LLAMA3 | dict(rope_theta=300.0), DEFAULT), rope_theta=90.0),
+    May(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
+    May(rope_scaling=dict(type="linear", factor=3.0)),
+    May(rope_theta=300.0, partial_rotary_factor=0.5),
+]
+
+
+def long_rope(n_pairs: int, **more: Any) -> Json:
+    lists = dict(short_factor=[1.0 + i for i in range(n_pairs)], long_factor=[9.0] * n_pairs)
+    return dict(type="longrope") | lists | more
+
+
+PHI3_ROPES: list[Json] = [
+    {},
+    dict(rope_theta=300.0),
+    dict(rope_theta=300.0, partial_rotary_factor=0.5),
+    dict(rope_scaling=long_rope(4), original_max_position_embeddings=32, rope_theta=300.0),
+    dict(
+        rope_scaling=long_rope(2, attention_factor=0.8),
+        original_max_position_embeddings=48,
+        partial_rotary_factor=0.5,
+    ),
+    May(rope_scaling=long_rope(4) | dict(type="su"), original_max_position_embeddings=32),
+    dict(
+        rope_parameters=long_rope(2, rope_theta=200.0, factor=4.0, partial_rotary_factor=0.5),
+        original_max_position_embeddings=32,
+    ),
+    dict(rope_scaling=long_rope(4, original_max_position_embeddings=32)),
+    May(rope_scaling=dict(type="linear", factor=3.0)),
+    May(rope_scaling=long_rope(3)),
+]
+GLM4_ROPES: list[Json] = [
+    {},
+    dict(rope_theta=300.0),
+    dict(rope_theta=300.0, partial_rotary_factor=1.0),
+    dict(rope_parameters=DEFAULT | dict(rope_theta=200.0, partial_rotary_factor=0.25)),
+    dict(rope_scaling=yarn(), rope_theta=300.0, partial_rotary_factor=0.5),
+    May(rope_parameters=DEFAULT | dict(rope_theta=200.0)),
+    May(rope_parameters=DEFAULT | MROPE | dict(rope_theta=200.0)),
+]
+GROWING = yarn(rope_theta=300.0, llama_4_scaling_beta=0.3)
+MINISTRAL3_ROPES: list[Json] = [
+    {},
+    dict(rope_parameters=GROWING),
+    dict(rope_parameters=GROWING | dict(original_max_position_embeddings=5)),
+    dict(rope_parameters=GROWING | dict(llama_4_scaling_beta=1.0, max_position_embeddings=64)),
+    dict(rope_parameters=GROWING | dict(mscale=1.0, mscale_all_dim=0.5)),
+    dict(
+        rope_parameters=DEFAULT
+        | dict(rope_theta=200.0, llama_4_scaling_beta=0.2, original_max_position_embeddings=9)
+    ),
+    May(rope_parameters=yarn(rope_theta=300.0)),
+    May(rope_scaling=yarn(llama_4_scaling_beta=0.2)),
+]
+NO_HEAD_DIM = [{}, dict(num_key_value_heads=1), dict(num_key_value_heads=4)]
+TYPES = [
+    {},
+    dict(layer_types=MIXED),
+    dict(layer_types=FULL),
+    dict(layer_types=LOCAL),
+    dict(sliding_window=9),
+]
+PAD = dict(pad_token_id=0)  # the default of some families is outside of the vocabulary
+NEW = [FEW_ROPES, EPS, TIED, HEADS, ACTS, NOTES]
 FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
     "llama": (
         {},
@@ -308,6 +392,109 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
             [{}, dict(norm_topk_prob=True), dict(norm_topk_prob=False)],
             [{}, dict(decoder_sparse_step=1), dict(decoder_sparse_step=2)],
             [{}, dict(mlp_only_layers=[]), dict(mlp_only_layers=[2]), dict(mlp_only_layers=[0])],
+        ],
+    ),
+    "olmo2": ({}, [*NEW, BIAS, [{}, May(layer_types=MIXED)]]),
+    "olmo3": (dict(sliding_window=5), [OLMO3_ROPES, EPS, TIED, NO_HEAD_DIM, ACTS, BIAS, TYPES]),
+    "phi3": (
+        PAD,
+        [PHI3_ROPES, EPS, TIED, NO_HEAD_DIM, ACTS, NOTES, ONE_WINDOW, [{}, dict(embd_pdrop=0.1)]],
+    ),
+    "glm4": (dict(head_dim=8) | PAD, [GLM4_ROPES, EPS, TIED, HEADS, ACTS, NOTES, BIAS]),
+    "smollm3": (
+        PAD,
+        [
+            *NEW,
+            BIAS,
+            [{}, dict(mlp_bias=True)],
+            [{}, dict(no_rope_layers=[0, 1, 1]), dict(no_rope_layer_interval=2)],
+            [
+                {},
+                dict(use_sliding_window=True, sliding_window=5),
+                dict(use_sliding_window=True, sliding_window=5, layer_types=MIXED),
+                dict(use_sliding_window=False, sliding_window=5, layer_types=FULL),
+                May(use_sliding_window=False, sliding_window=5, layer_types=MIXED),
+            ],
+        ],
+    ),
+    "granite": (
+        {},
+        [
+            *NEW,
+            BIAS,
+            [{}, dict(mlp_bias=True)],
+            [dict(attention_multiplier=0.2), dict(attention_multiplier=1), {}],
+            [{}, dict(embedding_multiplier=12), dict(embedding_multiplier=0.5)],
+            [{}, dict(residual_multiplier=0.22), dict(residual_multiplier=2.0)],
+            [{}, dict(logits_scaling=0.5), dict(logits_scaling=3)],
+        ],
+    ),
+    "gemma": (
+        dict(head_dim=8),
+        [
+            *(FEW_ROPES, EPS, TIED, HEADS, NOTES, BIAS),
+            [{}, dict(hidden_act="gelu"), dict(hidden_act="silu"), dict(hidden_activation="x")],
+            [{}, May(use_bidirectional_attention=True)],
+        ],
+    ),
+    "seed_oss": (
+        dict(head_dim=8),
+        [
+            *NEW,
+            BIAS,
+            [{}, dict(attention_out_bias=True), dict(mlp_bias=True)],
+            [{}, dict(attention_dropout=0.1, residual_dropout=0.1)],
+        ],
+    ),
+    "ministral3": (
+        dict(head_dim=8),
+        [MINISTRAL3_ROPES, EPS, TIED, HEADS, ACTS, NOTES, ONE_WINDOW],
+    ),
+    "cohere2": (
+        dict(sliding_window=5),
+        [
+            *(FEW_ROPES, TIED, NO_HEAD_DIM, ACTS, BIAS),
+            [{}, dict(layer_norm_eps=0.05)],
+            [{}, dict(logit_scale=0.4), dict(logit_scale=2.0)],
+            [*TYPES, dict(sliding_window_pattern=2), May(head_dim=16)],
+        ],
+    ),
+    "qwen2_moe": (
+        MIXTURE_SHAPE,
+        [
+            *(FEW_ROPES, EPS, TIED, ACTS, NOTES, EXPERTS),
+            NO_HEAD_DIM,
+            [{}, dict(qkv_bias=False)],
+            [{}, dict(norm_topk_prob=True), dict(norm_topk_prob=False)],
+            [{}, dict(decoder_sparse_step=2), dict(mlp_only_layers=[2])],
+            [
+                {},
+                dict(use_sliding_window=False, sliding_window=5),
+                dict(use_sliding_window=True, sliding_window=5),
+                dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+                dict(use_sliding_window=True, sliding_window=5, layer_types=MIXED),
+            ],
+        ],
+    ),
+    "exaone4": (
+        dict(sliding_window=5),
+        [
+            *(FEW_ROPES, EPS, TIED, HEADS, ACTS, NOTES),
+            [
+                *TYPES,
+                dict(sliding_window_pattern=2),
+                dict(sliding_window_pattern="LLG", layer_types=MIXED),
+                dict(sliding_window=None, layer_types=FULL),
+            ],
+        ],
+    ),
+    "starcoder2": (
+        {},
+        [
+            *(FEW_ROPES, TIED, NO_HEAD_DIM, ACTS, NOTES, ONE_WINDOW),
+            [{}, dict(norm_epsilon=0.05)],
+            [{}, dict(use_bias=False)],
+            [{}, dict(attention_dropout=0.1, residual_dropout=0.1, embedding_dropout=0.1)],
         ],
     ),
     "glm4_moe": (

@@ -1,8 +1,6 @@
 """The architecture of a decoder: frozen dataclasses describe the layers of every family."""
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,9 +10,22 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_kernels
+from jaxrl.models.layer_runs import layer_runs
 from sharding import Rules
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # of every family
+LONG_ROPE = "longrope"  # Phi-3 and Phi-4-mini
+NO_ROPE = "none"  # layers whose queries and keys are not rotated
+# Names in files of a layer's norms: before and after the mixer, before and after the ffn.
+NormNames = tuple[str | None, str | None, str | None, str | None]
+PRE_NORMS: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORMS: NormNames = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+BOTH_NORMS: NormNames = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,16 +33,23 @@ class Rope:
     """Rotary embedding of one kind of layer: base period and frequency scaling."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # one of ROPE_KINDS
+    kind: str = "default"  # one of ROPE_KINDS, LONG_ROPE or NO_ROPE
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_len: int = 8192  # llama3 and yarn: tokens of the sequences before the extension
+    original_len: int = 8192  # llama3, yarn, longrope: tokens of the sequences before the extension
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the transition begins and ends at whole feature pairs
     attention_factor: float = 1.0  # of rotated queries and of rotated keys
+    short_factor: tuple[float, ...] = ()  # longrope: divisors up to original_len tokens
+    long_factor: tuple[
+        float, ...
+    ] = ()  # longrope: those of longer sequences, which are unsupported
     rotary: float = 1.0  # share of a head's features, its first ones, that is rotated
+    interleaved: bool = False  # the features of a pair are adjacent, not half of them apart
+    # Queries at position p are scaled by 1 + query_growth ln(1 + floor(p / original_len)).
+    query_growth: float = 0.0
     mrope_section: tuple[int, ...] = ()  # pairs by axis of an image; positions of text are equal
 
 
@@ -75,7 +93,9 @@ class AttentionConfig:
     window: int = 0  # visible keys including the token's own; 0 = all
     qkv_bias: bool = False
     o_bias: bool = False
+    qkv_fused: bool = False  # one projection of queries, keys and values
     qk_norm: bool = False  # of every head of queries and keys, before the rotation
+    joint_norm: bool = False  # the norm of queries is one of all heads, and so is that of keys
     gate: bool = False  # the output is multiplied by sigmoid(gate), a second half of q_proj
     scale: float | None = None  # of the scores; None: H ** -0.5
     softcap: float | None = None  # of the scores
@@ -100,7 +120,11 @@ class AttentionConfig:
     @property
     def kind(self) -> "AttentionConfig":
         """The same without the values that may differ between layers with equal parameters."""
-        return dataclasses.replace(self, rope=Rope(rotary=self.rope.rotary), window=0)
+        names = ("rotary", "interleaved", "query_growth")
+        rope = Rope(**{name: getattr(self.rope, name) for name in names})
+        if self.rope.query_growth:
+            rope = dataclasses.replace(rope, original_len=self.rope.original_len)
+        return dataclasses.replace(self, rope=rope, window=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +160,18 @@ class GatedDeltaNetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MLPConfig:
-    """Gated feed-forward network of one layer, F wide."""
+    """Feed-forward network of one layer, F wide, with a gate in most families."""
 
     F: int
-    act: str = "silu"  # "silu" | "gelu_tanh"
+    act: str = "silu"  # key of ACTIVATIONS in layers/mlp.py
     bias: bool = False
+    gated: bool = True  # act(gate) * up, not act(up)
+    fused: bool = False  # one projection of gate and up
+
+    @property
+    def n_matrices(self) -> int:
+        """Matrices of F x D weights."""
+        return 2 + self.gated
 
     @property
     def active_features(self) -> int:
@@ -185,6 +216,7 @@ class MoEConfig:
     shared_F: int = 0  # width of the shared expert; 0 = none
     shared_gate: bool = True  # the shared expert's output is multiplied by a sigmoid of its gate
     names: str = "qwen3_moe"  # of the tensors in files: key of HF_NAMES in layers/moe.py
+    n_matrices: ClassVar[int] = 3  # of every expert
 
     @property
     def top_k(self) -> int:
@@ -213,7 +245,8 @@ class LayerConfig:
 
     mixer: AttentionConfig | GatedDeltaNetConfig
     ffn: MLPConfig | MoEConfig
-    post_norms: bool = False  # second norm after the mixer and after the ffn (Gemma)
+    norms: NormNames = PRE_NORMS
+    parallel: bool = False  # mixer and ffn have the same input, and its norm
 
     @property
     def kind(self) -> "LayerConfig":
@@ -231,10 +264,14 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
     norm_eps: float = 1e-6
     unit_offset: bool = False  # norms scale by 1 + w (Gemma)
+    layer_norm: bool = False  # norms subtract the mean
+    norm_bias: bool = False  # layer_norm: with a bias
     heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number per token
     tied: bool = False  # the unembedding is the embedding
     logit_softcap: float | None = None
+    logit_scale: float = 1.0  # of the input of the heads
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a layer's mixer and ffn add
     max_len: int = 2048
     dense_F: int = 0  # intermediate_size of a file in which every layer has experts; unused
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
@@ -253,6 +290,8 @@ class DecoderConfig:
         mixers = self.attention_layers
         if any(mixer.rope.kind == "dynamic" for mixer in mixers):
             return self.max_len  # longer ones change the frequencies
+        if lens := [mixer.rope.original_len for mixer in mixers if mixer.rope.kind == LONG_ROPE]:
+            return min(self.max_len, *lens)
         whole = [mixer for mixer in mixers if not mixer.window] or mixers
         yarn = [mixer.rope for mixer in whole if mixer.rope.kind == "yarn"]
         return max([self.max_len, *(int(rope.original_len * rope.factor) for rope in yarn)])
@@ -320,8 +359,13 @@ def uniform_decoder(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
+    qkv_fused: bool = False,
     qk_norm: bool = False,
-    post_norms: bool = False,
+    joint_norm: bool = False,
+    mlp_fused: bool = False,
+    mlp_gated: bool = True,
+    norms: NormNames = PRE_NORMS,
+    parallel: bool = False,
     act: str = "silu",
     attn_scale: float | None = None,
     attn_softcap: float | None = None,
@@ -336,7 +380,7 @@ def uniform_decoder(
       windows: of each layer; () = no layer has one.
       model: the fields that DecoderConfig has for all layers.
     """
-    ffn: MLPConfig | MoEConfig = MLPConfig(F, act, mlp_bias)
+    ffn: MLPConfig | MoEConfig = MLPConfig(F, act, mlp_bias, mlp_gated, mlp_fused)
     if E:
         router = RouterConfig(top_k, norm=norm_topk)
         ffn = MoEConfig(E, router, F_expert, act, shared_F, names=family)
@@ -351,38 +395,14 @@ def uniform_decoder(
             window=window,
             qkv_bias=qkv_bias,
             o_bias=o_bias,
+            qkv_fused=qkv_fused,
             qk_norm=qk_norm,
+            joint_norm=joint_norm,
             scale=attn_scale,
             softcap=attn_softcap,
         )
-        layers.append(LayerConfig(mixer, ffn, post_norms))
+        layers.append(LayerConfig(mixer, ffn, norms, parallel))
     return DecoderConfig(family, D, V, tuple(layers), **model)
-
-
-@functools.cache
-def layer_runs(kinds: tuple[LayerConfig, ...]) -> tuple[tuple[range, ...], ...]:
-    """Consecutive layers as runs, each a period of layers that repeats.
-
-    A run is one range of layer indices per place in its period: layers of the kinds A B B A B B are
-    the run (0, 3), (1, 4), (2, 5). Layers that do not repeat are runs of one layer each.
-    """
-    runs, start = [], 0
-    while start < len(kinds):
-        period, n = 1, 1  # of those that cover most layers, the shortest
-        for p in range(1, (len(kinds) - start) // 2 + 1):
-            repeats = _n_repeats(kinds[start:], p)
-            if repeats > 1 and repeats * p > n * period:
-                period, n = p, repeats
-        stop = start + period * n
-        runs.append(tuple(range(start + place, stop, period) for place in range(period)))
-        start = stop
-    return tuple(runs)
-
-
-def _n_repeats(kinds: tuple[LayerConfig, ...], period: int) -> int:
-    """How often the first `period` kinds follow each other from the start."""
-    same = itertools.takewhile(lambda i: kinds[i] == kinds[i % period], range(len(kinds)))
-    return sum(1 for _ in same) // period
 
 
 def for_platform(

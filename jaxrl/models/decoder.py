@@ -27,7 +27,7 @@ from jaxrl.models.layers.gated_delta_net import GatedDeltaNet
 from jaxrl.models.layers.linear import MakeParam, make_spec
 from jaxrl.models.layers.mlp import MLP, SharedExpert
 from jaxrl.models.layers.moe import MoE, keeps_stack
-from jaxrl.models.layers.norms import RMSNorm
+from jaxrl.models.layers.norms import LayerNorm, RMSNorm, make_norm
 from jaxrl.models.layers.rope import Rotation, rotations
 from jaxrl.models.layers.router import Live, RouterLoad
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
@@ -38,11 +38,11 @@ from sharding import Rules, gather_matrix
 
 
 class Layer(nnx.Module):
-    """One residual block. Gemma adds a second norm after the mixer and after the MLP."""
+    """One residual block, with the norms that its config names."""
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, layer: LayerConfig):
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(make, name, cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+        def norm(name: str | None) -> RMSNorm | LayerNorm | None:
+            return None if name is None else make_norm(make, name, cfg)
 
         mixer, ffn = layer.mixer, layer.ffn
         is_attention = isinstance(mixer, AttentionConfig)
@@ -50,28 +50,34 @@ class Layer(nnx.Module):
         is_mixture = isinstance(ffn, MoEConfig)
         self.mlp = MoE(make, cfg, ffn) if is_mixture else MLP(make, cfg, ffn)
         self.shared = SharedExpert(make, cfg, ffn) if is_mixture and ffn.shared_F else None
-        self.attn_norm = norm("input_layernorm")
-        self.mlp_norm = norm(
-            "pre_feedforward_layernorm" if layer.post_norms else "post_attention_layernorm"
-        )
-        self.post_attn_norm = norm("post_attention_layernorm") if layer.post_norms else None
-        self.post_mlp_norm = norm("post_feedforward_layernorm") if layer.post_norms else None
+        self.parallel, self.residual_scale = layer.parallel, cfg.residual_scale
+        before, after, before_mlp, after_mlp = layer.norms
+        self.attn_norm, self.post_attn_norm = norm(before), norm(after)
+        self.mlp_norm, self.post_mlp_norm = norm(before_mlp), norm(after_mlp)
 
     def __call__(
         self, x, live, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules
     ):
         """(x, state, router load or None)."""
-        h = self.attn_norm(x)
-        h, state = self.attn(h, positions, place, window, rows, state, rules)
-        x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
-        inputs, load = self.mlp_norm(x), None
+        inputs, load = x if self.attn_norm is None else self.attn_norm(x), None
+        h, state = self.attn(inputs, positions, place, window, rows, state, rules)
+        x = self._add(x, h, self.post_attn_norm)
+        if not self.parallel:
+            inputs = x if self.mlp_norm is None else self.mlp_norm(x)
         if isinstance(self.mlp, MoE):
             h, load = self.mlp(inputs, live, rules)
         else:
             h = self.mlp(inputs, rules)
         if self.shared is not None:
             h = h + self.shared(inputs, rules)
-        return x + (h if self.post_mlp_norm is None else self.post_mlp_norm(h)), state, load
+        return self._add(x, h, self.post_mlp_norm), state, load
+
+    def _add(self, x: jax.Array, h: jax.Array, norm: RMSNorm | LayerNorm | None) -> jax.Array:
+        """The residual stream with the output of the mixer or of the MLP."""
+        h = h if norm is None else norm(h)
+        return x + (
+            h if self.residual_scale == 1 else h * jnp.asarray(self.residual_scale, h.dtype)
+        )
 
 
 class Decoder(nnx.Module):
@@ -107,7 +113,7 @@ class Decoder(nnx.Module):
                     for i, layer in enumerate(cfg.layers)
                 ]
             )
-        self.norm = RMSNorm(top, "model.norm", cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+        self.norm = make_norm(top, "model.norm", cfg)
         untied = "vocab" in cfg.heads and not cfg.tied
         self.lm_head = nnx.data(table("lm_head.weight") if untied else None)
         self.lora = nnx.data(table_adapters(top, cfg))  # of embed and lm_head, by these names
@@ -149,7 +155,12 @@ class Decoder(nnx.Module):
         x, state, load = run_layers(
             self, x, positions, rows, state, live=live, rules=rules, remat=remat
         )
-        return jax.reshard(self.norm(x), rules.spec("batch", "time", "embed")), state, load
+        return jax.reshard(self.finish(x), rules.spec("batch", "time", "embed")), state, load
+
+    def finish(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The input of the heads, of the output of the last layer."""
+        x, scale = self.norm(x), self.cfg.logit_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
         """Input of the first layer."""

@@ -20,7 +20,9 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     products = 0.0  # between tokens
     for layer in cfg.layers:
         mixer, ffn = layer.mixer, layer.ffn
-        weights += cfg.D * (mixer.weight_rows + 3 * ffn.active_features + ffn.gate_rows)
+        weights += cfg.D * (
+            mixer.weight_rows + ffn.n_matrices * ffn.active_features + ffn.gate_rows
+        )
         if isinstance(mixer, AttentionConfig):
             products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
         else:

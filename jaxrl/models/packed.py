@@ -95,7 +95,7 @@ def forward_routed(
     rows = positions, segments, weights, visibility
     stage = _stage(model.cfg, rules, remat, implementation, segment_align)
     x, load = run_stages(stage, (layers, places), x, rows, rules=rules)
-    return model.norm(x), load
+    return model.finish(x), load
 
 
 def pipelined_gradients(
@@ -140,7 +140,7 @@ def pipelined_gradients(
 
     def loss(top: Tree, hidden: jax.Array, rows: Tree) -> tuple[jax.Array, Tree]:
         whole = combine(top, frozen)
-        return objective(whole, whole.norm(hidden), rows)
+        return objective(whole, whole.finish(hidden), rows)
 
     visibility = None if until is None else Visibility(until, positions)
     weights = segments > 0 if copies is None else copies

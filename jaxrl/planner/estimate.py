@@ -288,13 +288,13 @@ def _passes_seconds(
         sent = sizes.calls * sizes.call_tokens * wide * d.D / sizes.residual
         activations += sent / _rate(chip, len(job.machine.devices))
     forward = _overlapped(compute, gather) + activations
-    active = sum(layer.ffn.active_features for layer in d.layers)
+    active = sum(layer.ffn.n_matrices * layer.ffn.active_features for layer in d.layers)
     recompute = _recompute_seconds(
         settings.remat,
         d.L // sizes.stage,
         compute=compute,
         attention=local * attention / rate + rule,
-        mlp=local * 2 * 3 * d.D * active / rate if sizes.n_chunks > 1 else 0.0,
+        mlp=local * 2 * d.D * active / rate if sizes.n_chunks > 1 else 0.0,
         other=activations,
         copies=2 * d.L * local * wide * d.D / chip.host_bytes_per_s,
     )

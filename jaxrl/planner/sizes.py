@@ -276,7 +276,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
     tp, s, e, stage = size["tensor"], size["sequence"], size["expert"], size["stage"]
     experts = sum(3 * ffn.E * ffn.F * d.D for ffn in d.expert_layers)
     active = sum(3 * ffn.top_k * ffn.F * d.D for ffn in d.expert_layers)
-    mlps = sum(3 * layer.ffn.dense_features * d.D for layer in d.layers)
+    mlps = sum(layer.ffn.n_matrices * layer.ffn.dense_features * d.D for layer in d.layers)
     ends = head * (1 if d.tied else 2) / tp
     layer = (((params - experts) + experts / e) / tp - ends) / d.L
     gathered = layer * d.L / stage + ends

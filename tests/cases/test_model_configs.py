@@ -107,6 +107,15 @@ def refusal(case: dict[str, Any]) -> str:
 
 
 SUPPORTED = [name for name, case in CASES.items() if not refusal(case)]
+# Families with other rotary entries, norms or factors than the rest.
+SPECIAL = ("phi3", "ministral3", "cohere2", "olmo3", "glm4", "starcoder2", "granite")
+LIKE_OTHERS = ("olmo2", "smollm3", "gemma", "seed_oss", "qwen2_moe", "exaone4")
+THOROUGH = [
+    name
+    for name in SUPPORTED
+    if CASES[name]["config"]["model_type"] not in (*SPECIAL, *LIKE_OTHERS)
+    or name.endswith(("_0", "_3"))
+]
 
 
 @pytest.mark.parametrize("model_type", FAMILY_TYPES.values())
@@ -114,7 +123,7 @@ def test_every_config_is_read_or_refused_with_the_field(model_type, golden_logit
     drawn = {
         name: case for name, case in CASES.items() if case["config"]["model_type"] == model_type
     }
-    assert len(drawn) > 10
+    assert len(drawn) > 8
     for name, case in drawn.items():
         if message := refusal(case):
             assert any(field in message for field in case["may_refuse"]), (case, message)
@@ -123,7 +132,8 @@ def test_every_config_is_read_or_refused_with_the_field(model_type, golden_logit
 
 
 @pytest.mark.parametrize(
-    "name", graded(SUPPORTED, default=["llama_3", "qwen3_moe_14", "gemma3_text_4"])
+    "name",
+    graded(SUPPORTED, default=["llama_3", "qwen3_moe_14", "gemma3_text_4"], thorough=THOROUGH),
 )
 def test_the_logits_of_a_config_are_those_of_transformers(
     name, golden_logits, tmp_path, one_device
@@ -139,7 +149,13 @@ def test_the_logits_of_a_config_are_those_of_transformers(
     np.testing.assert_allclose(found, golden_logits[name], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", FAMILY_TYPES.values())
+@pytest.mark.parametrize(
+    "model_type",
+    graded(
+        FAMILY_TYPES.values(),
+        default=[kind for kind in FAMILY_TYPES.values() if kind not in (*SPECIAL, *LIKE_OTHERS)],
+    ),
+)
 def test_transformers_reads_a_config_and_its_export_with_the_same_meaning(model_type, tmp_path):
     """The config that transformers saves, and that of its export, are read as the config itself."""
     for name in SUPPORTED:
@@ -290,7 +306,7 @@ def test_an_unknown_field_is_refused_unless_it_is_off(model_type):
         ("glm4_moe", dict(n_group=2, num_experts_per_tok=3), "3 experts per token of 1 groups"),
         ("glm4_moe", dict(n_shared_experts=0), "n_shared_experts is 0"),
         ("gemma2", dict(sliding_window=None), "sliding_window is None"),
-        ("gemma2", dict(hidden_activation="gelu"), "hidden_activation is 'gelu'"),
+        ("gemma2", dict(hidden_activation="tanh"), "hidden_activation is 'tanh'"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("gemma3_text", dict(rope_parameters=YARN), "rope_parameters of gemma3 models"),
         ("gemma3_text", dict(rope_scaling=dict(type="linear", factor=8.0)), "write rope_type"),
@@ -306,7 +322,7 @@ def test_a_field_that_changes_the_model_is_refused_by_name(model_type, change, m
 def test_an_unknown_family_is_refused_as_such_and_not_over_a_field(model_type):
     """Whatever its fields contain: here the number of heads of every layer."""
     unknown = dict(model_type=model_type, num_attention_heads=[8, 4], text_config=[1])
-    with pytest.raises(ValueError, match=r"model_type .* is not known; known: gemma2, gemma3,"):
+    with pytest.raises(ValueError, match=r"model_type .* is not known; known: .*gemma3,"):
         config_from_hf(unknown)
 
 

@@ -17,14 +17,20 @@ from jaxrl.engine.device.model_runner import COPIES, COPIES_PER_CALL, Dispatch
 from jaxrl.engine.device.sampling import FILTERS
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.logprob import token_scores
-from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, Rope, uniform_decoder
+from jaxrl.models.config import (
+    BOTH_NORMS,
+    DecoderConfig,
+    GatedDeltaNetConfig,
+    Rope,
+    uniform_decoder,
+)
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
 from sharding.rules import DECODE, TRAIN, Rules
 
 SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=512, max_len=512)
-GEMMA = dict(post_norms=True, unit_offset=True, act="gelu_tanh", embed_scale=8.0, tied=True)
+GEMMA = dict(norms=BOTH_NORMS, unit_offset=True, act="gelu_tanh", embed_scale=8.0, tied=True)
 FAMILIES = {
     "llama": uniform_decoder("llama", **SHAPE, rope=Rope(500_000.0, "llama3", 8.0)),
     "qwen2": uniform_decoder("qwen2", **SHAPE, qkv_bias=True, tied=True),

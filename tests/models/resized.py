@@ -25,14 +25,17 @@ def resized(cfg: DecoderConfig, **changes: Any) -> DecoderConfig:
         qk_norm=mixer.qk_norm,
         attn_scale=mixer.scale,
         attn_softcap=mixer.softcap,
-        post_norms=cfg.layers[0].post_norms,
+        qkv_fused=mixer.qkv_fused,
+        joint_norm=mixer.joint_norm,
+        norms=cfg.layers[0].norms,
+        parallel=cfg.layers[0].parallel,
         act=ffn.act,
     )
     if isinstance(ffn, MoEConfig):
         experts = dict(E=ffn.E, top_k=ffn.top_k, F_expert=ffn.F, shared_F=ffn.shared_F)
         found |= dict(F=found.pop("dense_F"), norm_topk=ffn.router.norm, **experts)
     else:
-        found |= dict(F=ffn.F, mlp_bias=ffn.bias)
+        found |= dict(F=ffn.F, mlp_bias=ffn.bias, mlp_gated=ffn.gated, mlp_fused=ffn.fused)
     return uniform_decoder(**(found | changes))
 
 

@@ -25,6 +25,7 @@ from tests.marks import graded
 GOLDEN = Path(__file__).parent / "golden"
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", *EXPERTS]
+OTHER_LAYERS = ["olmo2", "phi3", "starcoder2"]  # joint norms, fused projections, a plain MLP
 MESHES = {
     "fsdp": dict(fsdp=8),
     "tensor": dict(tensor=2),
@@ -46,20 +47,22 @@ QUICK = graded(
         ("qwen2", "fsdp_tensor"),
         ("mixtral", "fsdp_expert_tensor"),
         ("qwen3_moe", "replica_expert"),
+        *((family, "hsdp_tensor") for family in OTHER_LAYERS),
         ("glm4_moe", "fsdp_expert_tensor"),
         ("glm4_moe", "replica_expert"),
     ],
     default=[("llama", "hsdp_tensor")],
     thorough=[
         ("gemma2", "hsdp_tensor"), ("qwen2", "fsdp_tensor"), ("mixtral", "fsdp_expert_tensor"),
+        ("olmo2", "hsdp_tensor"), ("phi3", "hsdp_tensor"), ("starcoder2", "hsdp_tensor"),
         ("glm4_moe", "fsdp_expert_tensor"),
     ],
 )  # fmt: skip
 
 
-def rows() -> tuple[np.ndarray, ...]:
+def rows(vocab_size: int = 256) -> tuple[np.ndarray, ...]:
     """(tokens, targets, segments, positions, mask), each [B, T]; two segments, then padding."""
-    tokens = np.random.default_rng(0).integers(3, 256, (ROWS, LENGTH)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(3, vocab_size, (ROWS, LENGTH)).astype(np.int32)
     lengths = (13, 14)
     segments = np.array([1] * 13 + [2] * 14 + [0] * 5, np.int32)
     positions = np.concatenate([np.arange(n) for n in (*lengths, 5)]).astype(np.int32)
@@ -88,8 +91,8 @@ def on_mesh(
 ) -> tuple[float, np.ndarray, Tree]:
     """Loss, logp and gradients, computed on a mesh of these sizes."""
     with jax.set_mesh(make_mesh(None, **mesh)):
-        _, model = load_model(GOLDEN / family, rules=TRAIN, stacked=stacked)
-        batch = tuple(jax.device_put(x, TRAIN.spec("batch", "time")) for x in rows())
+        cfg, model = load_model(GOLDEN / family, rules=TRAIN, stacked=stacked)
+        batch = tuple(jax.device_put(x, TRAIN.spec("batch", "time")) for x in rows(cfg.V))
         (value, logp), grads = value_and_grad(model, batch)
         for weight, grad in zip(jax.tree.leaves(model), jax.tree.leaves(grads), strict=True):
             assert grad.sharding == weight.sharding

@@ -26,7 +26,7 @@ from tests.models.resized import resized
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe"}
-FAMILIES |= {"qwen3_5", "qwen3_next", "glm4_moe"}
+FAMILIES |= {"qwen3_5", "qwen3_next", "cohere2", "glm4", "glm4_moe"}
 
 
 def golden(name: str) -> tuple[jax.Array, np.ndarray]:
@@ -110,6 +110,15 @@ PLAIN = [
     ("mixtral", dict(windows=())),
     ("qwen3_moe", dict(norm_topk=False)),
     ("qwen3_moe_plain", dict(norm_topk=True)),
+    ("glm4", dict(rope=Rope(theta=300.0, rotary=0.5))),  # pairs of halves
+    ("phi3", dict(local_rope=Rope(theta=300.0, rotary=0.5))),  # every layer has a window
+    ("olmo3", dict(local_rope=None)),
+    ("smollm3", {}),  # all layers with a rotary embedding
+    ("granite", dict(embed_scale=1.0)),
+    ("granite", dict(residual_scale=1.0)),
+    ("granite", dict(logit_scale=1.0)),
+    ("cohere2", dict(rope=Rope(interleaved=True))),  # in the layer without a window too
+    ("cohere2", dict(layer_norm=False)),
 ]
 
 

@@ -5,9 +5,18 @@ transformers 5 writes `layer_types`; older files have `sliding_window_pattern` o
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig, MLPConfig, Rope, uniform_decoder
+from jaxrl.models.config import (
+    NO_ROPE,
+    AttentionConfig,
+    DecoderConfig,
+    LayerConfig,
+    MLPConfig,
+    Rope,
+    uniform_decoder,
+)
 from jaxrl.models.families.rotary import GLOBAL, LOCAL, ConfigJson, read_rope, scaling_json
 
 # Name of an activation in config.json -> ours. The first name of each of ours is written.
@@ -16,6 +25,8 @@ ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
 }
 
 
@@ -25,12 +36,13 @@ def base_config(
     *,
     rope: Rope | None = None,
     act: str = "hidden_act",
+    eps: str = "rms_norm_eps",
     **more: Any,
 ) -> DecoderConfig:
     """The fields that every family has; absent keys get transformers' defaults.
 
     `rope` None: read from `c`, with the default base of most families. `act` is the entry of the
-    activation. `more` are further fields of `uniform_decoder`.
+    activation, `eps` that of the number in norms. `more` are further fields of `uniform_decoder`.
     """
     N, D = c["num_attention_heads"], c["hidden_size"]
     activation = c.get(act) or "silu"
@@ -46,7 +58,7 @@ def base_config(
         H=c.get("head_dim") or D // N,
         F=c["intermediate_size"],
         V=c["vocab_size"],
-        norm_eps=float(c.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(c.get(eps, 1e-6)),
         tied=c.get("tie_word_embeddings", False),
         act=ACTIVATIONS[activation],
         max_len=c["max_position_embeddings"],
@@ -79,8 +91,9 @@ def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[st
 
 
 def global_rope(cfg: DecoderConfig) -> Rope:
-    """The rotary embedding of layers without a window; of all layers if each has one."""
-    mixers = cfg.attention_layers
+    """The rotary embedding of layers without a window; of all that have one if these have none."""
+    mixers = [mixer for mixer in cfg.attention_layers if mixer.rope.kind != NO_ROPE]
+    mixers = mixers or cfg.attention_layers
     return next((mixer.rope for mixer in mixers if not mixer.window), mixers[0].rope)
 
 
@@ -189,6 +202,37 @@ def experts_json(cfg: DecoderConfig) -> dict[str, Any]:
         num_experts_per_tok=experts.top_k,
         moe_intermediate_size=experts.F,
     )
+
+
+def without_rope(cfg: DecoderConfig, layers: Collection[int]) -> DecoderConfig:
+    """The decoder whose layers of these numbers have no rotary embedding."""
+
+    def changed(i: int, layer: LayerConfig) -> LayerConfig:
+        if i not in layers or not isinstance(layer.mixer, AttentionConfig):
+            return layer
+        old = layer.mixer.rope
+        rope = Rope(kind=NO_ROPE, rotary=old.rotary, interleaved=old.interleaved)
+        mixer = dataclasses.replace(layer.mixer, rope=rope)
+        return dataclasses.replace(layer, mixer=mixer)
+
+    new = tuple(changed(i, layer) for i, layer in enumerate(cfg.layers))
+    return dataclasses.replace(cfg, layers=new)
+
+
+def global_layers(cfg: DecoderConfig) -> list[int]:
+    """Numbers of the layers without a window."""
+    return [i for i in range(cfg.L) if not cfg.window(i)]
+
+
+def read_period(c: ConfigJson, default: int) -> int:
+    """`sliding_window_pattern` as a number of layers.
+
+    Raises ValueError for a pattern of letters, which transformers reads from layer_types only.
+    """
+    period = c.get("sliding_window_pattern") or default
+    if isinstance(period, str):
+        raise ValueError(f"sliding_window_pattern is {period!r} without layer_types; write these")
+    return period
 
 
 def layer_types(cfg: DecoderConfig) -> list[str]:

@@ -6,7 +6,7 @@ before and after.
 
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import BOTH_NORMS, DecoderConfig
 from jaxrl.models.families import entries, fields
 
 READ = (
@@ -58,7 +58,7 @@ def gemma_config(c: fields.ConfigJson, family: str, *, period: int, **more: Any)
         windows=fields.read_windows(c, c["sliding_window"], types),
         qkv_bias=bias,
         o_bias=bias,
-        post_norms=True,
+        norms=BOTH_NORMS,
         unit_offset=True,
         attn_scale=c["query_pre_attn_scalar"] ** -0.5,
         attn_softcap=softcap(c["attn_logit_softcapping"]),

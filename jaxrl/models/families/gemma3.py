@@ -45,8 +45,8 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
             f"attn_logit_softcapping is {cap}, which transformers ignores in gemma3 models; "
             "remove it from config.json"
         )
-    rope, local = rotary.read_layer_ropes(c, theta=1_000_000.0, local_theta=10_000.0)
-    period = c.get("sliding_window_pattern") or 6
+    rope, local = rotary.read_layer_ropes(c, "gemma3", theta=1_000_000.0, local_theta=10_000.0)
+    period = 1 if c.get("layer_types") else fields.read_period(c, 6)
     return gemma2.gemma_config(
         c, "gemma3", period=period, rope=rope, local_rope=local, qk_norm=True
     )

@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = EXPERTS | dict(
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     """Raises ValueError if no layer has experts."""
     c = DEFAULTS | dict(c)
-    rope = rotary.read_rope(c, partial=True)
+    rope = rotary.read_rope(c, partial=True, mrope=True)
     cfg = fields.base_config(
         c,
         "glm4_moe",

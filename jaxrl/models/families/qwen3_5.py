@@ -64,7 +64,7 @@ def hybrid_config(
     plain = fields.base_config(
         c,
         family,
-        rope=rotary.read_rope(c, partial=True),
+        rope=rotary.read_rope(c, partial=True, mrope=True),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,

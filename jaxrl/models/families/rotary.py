@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.json_text import shown
-from jaxrl.models.config import ROPE_KINDS, Rope
+from jaxrl.models.config import LONG_ROPE, NO_ROPE, ROPE_KINDS, Rope
 from jaxrl.models.families.entries import is_off
 
 ConfigJson = Mapping[str, Any]
@@ -38,10 +38,13 @@ KNOWN = {
 MROPE = {"mrope_section", "mrope_interleaved"}
 
 
-def read_rope(c: ConfigJson, *, theta: float = 10_000.0, partial: bool = False) -> Rope:
+def read_rope(
+    c: ConfigJson, *, theta: float = 10_000.0, partial: bool = False, mrope: bool = False
+) -> Rope:
     """Rotary embedding of all layers; `theta` is the family's default base.
 
-    `partial`: the family may rotate a part of each head only, and may have positions of images.
+    `partial`: the family may rotate a part of each head only. `mrope`: it may have positions of
+    images.
 
     A non-empty rope_scaling replaces rope_parameters, as in transformers. Raises ValueError for
     scalings that are not in `ROPE_KINDS`, and if the replaced entry has another base.
@@ -49,7 +52,9 @@ def read_rope(c: ConfigJson, *, theta: float = 10_000.0, partial: bool = False) 
     new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     for name, entry in (("rope_parameters", new), ("rope_scaling", old)):
         if {LOCAL, GLOBAL} & entry.keys():
-            raise ValueError(f"{name} by layer type is supported for gemma3 only; write one entry")
+            raise ValueError(
+                f"{name} by layer type is supported for gemma3 and olmo3 only; write one entry"
+            )
     entries = top_entries(c, theta) | (old or new)
     base = entries["rope_theta"]
     if old and "rope_theta" not in old and new.get("rope_theta", base) != base:
@@ -63,6 +68,7 @@ def read_rope(c: ConfigJson, *, theta: float = 10_000.0, partial: bool = False) 
     share, section = 1.0, ()
     if partial:
         share = float(entries.pop("partial_rotary_factor", 1.0))
+    if mrope:
         section = tuple(entries.get("mrope_section") or ())
         entries = {name: value for name, value in entries.items() if name not in MROPE}
     rope = parse_rope(entries, max_len=c["max_position_embeddings"])
@@ -77,34 +83,36 @@ def top_entries(c: ConfigJson, theta: float) -> dict[str, Any]:
     )
 
 
-def read_layer_ropes(c: ConfigJson, *, theta: float, local_theta: float) -> tuple[Rope, Rope]:
-    """(rotary embedding of global layers, of local layers) of Gemma 3.
+def read_layer_ropes(
+    c: ConfigJson, family: str, *, theta: float, local_theta: float
+) -> tuple[Rope, Rope]:
+    """(rotary embedding of global layers, of local layers) of Gemma 3 and OLMo 3.
 
     rope_scaling changes the entries of the global layers, as in transformers.
     """
     new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
-    check_layer_ropes(new, old)
+    check_layer_ropes(new, old, family)
     full = top_entries(c, theta) | (new.get(GLOBAL) or {}) | old
     local = {"rope_theta": c.get("rope_local_base_freq", local_theta)} | (new.get(LOCAL) or {})
     max_len = c["max_position_embeddings"]
     return parse_rope(full, max_len=max_len), parse_rope(local, max_len=max_len)
 
 
-def check_layer_ropes(new: ConfigJson, old: ConfigJson) -> None:
+def check_layer_ropes(new: ConfigJson, old: ConfigJson, family: str) -> None:
     """Raises ValueError for rope_parameters or a rope_scaling that transformers would ignore."""
     if extra := sorted(new.keys() - {LOCAL, GLOBAL}):
         raise ValueError(
-            f"rope_parameters of gemma3 models has {GLOBAL} and {LOCAL}, and transformers ignores "
-            f"{', '.join(extra)} next to them; write the entries of each"
+            f"rope_parameters of {family} models has {GLOBAL} and {LOCAL}, and transformers "
+            f"ignores {', '.join(extra)} next to them; write the entries of each"
         )
     if "type" in old and not old.get("rope_type"):
         raise ValueError(
-            f"rope_scaling of gemma3 models has type={old['type']!r}, which transformers ignores; "
-            "write rope_type instead"
+            f"rope_scaling of {family} models has type={old['type']!r}, which transformers "
+            "ignores; write rope_type instead"
         )
     if not all((entries or {}).get("truncate", True) for entries in (old, *new.values())):
         raise ValueError(
-            "truncate=false in rope_parameters or rope_scaling of gemma3 models is ignored by "
+            f"truncate=false in rope_parameters or rope_scaling of {family} models is ignored by "
             "transformers; remove it"
         )
 
@@ -121,8 +129,8 @@ def parse_rope(entries: ConfigJson, *, max_len: int) -> Rope:
     for name in entries.keys() - KNOWN:
         if not is_off(entries[name]):
             raise ValueError(
-                f"{name} of the rotary embedding is {shown(entries[name])}, which is not known; "
-                f"known: {', '.join(sorted(KNOWN))}"
+                f"{name} of the rotary embedding is {shown(entries[name])}, which is not known in "
+                f"rope_parameters and rope_scaling; known: {', '.join(sorted(KNOWN))}"
             )
     if entries.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
@@ -181,7 +189,7 @@ def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
 
 def scaling_json(rope: Rope) -> dict[str, Any] | None:
     """`rope_scaling` of a config file; None without scaling."""
-    if rope.kind == "default":
+    if rope.kind in ("default", NO_ROPE, LONG_ROPE):  # phi3 writes its longrope itself
         return None
     if rope.kind in ("linear", "dynamic"):
         return dict(rope_type=rope.kind, factor=rope.factor)

@@ -8,18 +8,31 @@ from typing import Any
 from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
+    cohere2,
+    exaone4,
+    gemma,
     gemma2,
     gemma3,
+    glm4,
     glm4_moe,
+    granite,
     llama,
+    ministral3,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
+    phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
+    smollm3,
+    starcoder2,
 )
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
@@ -40,6 +53,19 @@ FAMILIES = {
     "qwen3_next": qwen3_next,
     "glm4_moe": glm4_moe,
     "mixtral": mixtral,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "phi3": phi3,
+    "glm4": glm4,
+    "smollm3": smollm3,
+    "granite": granite,
+    "gemma": gemma,
+    "seed_oss": seed_oss,
+    "ministral3": ministral3,
+    "cohere2": cohere2,
+    "qwen2_moe": qwen2_moe,
+    "exaone4": exaone4,
+    "starcoder2": starcoder2,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.

@@ -32,9 +32,9 @@ INTEGERS = {  # smallest and largest value
     "num_local_experts": (1, 2**16),
     "num_experts_per_tok": (1, 2**16),
     "sliding_window": (0, 2**31),
-    "sliding_window_pattern": (0, 10_000),
     "max_window_layers": (0, 10_000),
     "decoder_sparse_step": (1, 10_000),
+    "no_rope_layer_interval": (1, 10_000),
     "full_attention_interval": (1, 10_000),
     "linear_num_key_heads": (1, 2**14),
     "linear_num_value_heads": (1, 2**14),
@@ -45,6 +45,14 @@ INTEGERS = {  # smallest and largest value
 }
 NUMBERS = {
     "rms_norm_eps": (0.0, 1.0),
+    "layer_norm_eps": (0.0, 1.0),
+    "norm_epsilon": (0.0, 1.0),
+    "attention_multiplier": (1e-6, 1e6),
+    "embedding_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
+    "logit_scale": (1e-6, 1e6),
+    "llama_4_scaling_beta": (0.0, 1e6),
     "query_pre_attn_scalar": (1e-6, 1e6),
     "attn_logit_softcapping": (1e-6, 1e6),
     "final_logit_softcapping": (1e-6, 1e6),
@@ -63,10 +71,18 @@ NUMBERS = {
 }
 FLAGS = {
     *("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "truncate"),
-    *("use_bidirectional_attention", "use_qk_norm", "use_sliding_window"),
+    *("use_bidirectional_attention", "use_sliding_window", "attention_out_bias", "qkv_bias"),
+    *("use_bias", "use_qk_norm"),
 }
 TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
-LISTS: dict[str, type] = {"layer_types": str, "mlp_only_layers": int, "mrope_section": int}
+LISTS: dict[str, type] = {
+    "layer_types": str,
+    "mlp_only_layers": int,
+    "mrope_section": int,
+    "no_rope_layers": int,
+}
+# A number of layers, or a pattern of letters such as LLLG.
+PATTERN, MAX_PATTERN = "sliding_window_pattern", 10_000
 OBJECTS = {"text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"}
 # null in these is the same as no entry, or switches a feature off.
 NULLABLE = {
@@ -105,6 +121,8 @@ def check_entries(config: Mapping[str, Any], depth: int = 3) -> None:
             low, high = INTEGERS[key]
             if type(value) is not int or not low <= value <= high:
                 raise wrong(key, value, f"an integer from {low} to {high}")
+        elif key == PATTERN and not is_pattern(value):
+            raise wrong(key, value, f"an integer from 0 to {MAX_PATTERN}")
         elif key in NUMBERS:
             low, high = NUMBERS[key]
             if not is_number(value) or not low <= value <= high:
@@ -123,6 +141,13 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 def is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(type(entry) is kind for entry in value)
+
+
+def is_pattern(value: Any) -> bool:
+    """Whether a value is a number of layers, or a text that names the kind of each."""
+    if isinstance(value, str):
+        return 0 < len(value) <= MAX_PATTERN and set(value) <= {"L", "G"}
+    return type(value) is int and 0 <= value <= MAX_PATTERN
 
 
 def wrong(key: str, value: Any, expected: str) -> ValueError:

@@ -1,5 +1,6 @@
 """Grouped-query attention of a layer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.config import AttentionConfig, DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
 from jaxrl.models.layers.norms import RMSNorm
-from jaxrl.models.layers.rope import rotate
+from jaxrl.models.layers.rope import growing_queries, rotate
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
 from sharding import Rules, target_platform
 
@@ -33,12 +34,15 @@ class Attention(nnx.Module):
         def project(name: str, letter: str, heads: int, axis: str, width: int = 1) -> Linear:
             eq = f"BTD,{letter}HD->BT{letter}H"
             shape, axes = (heads, width * mixer.H, cfg.D), (axis, None, "w_embed")
-            return Linear(make, name, eq, shape, axes, bias=mixer.qkv_bias, **options)
+            bias, name = mixer.qkv_bias, f"self_attn.{name}"
+            return Linear(make, name, eq, shape, axes, bias=bias, **options)
 
         self.cfg = mixer.kind
-        self.q = project("self_attn.q_proj", "N", mixer.N, "heads", 1 + mixer.gate)
-        self.k = project("self_attn.k_proj", "K", mixer.K, "kv_heads")
-        self.v = project("self_attn.v_proj", "K", mixer.K, "kv_heads")
+        fused = mixer.qkv_fused
+        self.qkv = fused_projection(make, cfg, mixer, **options) if fused else None
+        self.q = None if fused else project("q_proj", "N", mixer.N, "heads", 1 + mixer.gate)
+        self.k = None if fused else project("k_proj", "K", mixer.K, "kv_heads")
+        self.v = None if fused else project("v_proj", "K", mixer.K, "kv_heads")
         self.o = Linear(
             make,
             "self_attn.o_proj",
@@ -49,24 +53,71 @@ class Attention(nnx.Module):
             **options,
         )
 
-        def norm(name: str) -> RMSNorm | None:
+        def norm(name: str, heads: int, axis: str) -> RMSNorm | None:
             if not mixer.qk_norm:
                 return None
-            return RMSNorm(make, name, mixer.H, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+            how: Any = dict(eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+            if mixer.joint_norm:
+                return RMSNorm(make, name, heads * mixer.H, axis=axis, **how)
+            return RMSNorm(make, name, mixer.H, **how)
 
-        self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+        self.q_norm = norm("self_attn.q_norm", mixer.N, "heads")
+        self.k_norm = norm("self_attn.k_norm", mixer.K, "kv_heads")
 
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
-        projected = apply_linears(x, self.q, self.k, self.v, rules=rules)
-        q, k, v = checkpoint_name(projected, "qkv")
+        q, k, v = self._project(x, rules)
         gate = None
         if self.cfg.gate:
             q, gate = jnp.split(q, 2, axis=-1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(prevent_norm_fusion(q)), self.k_norm(prevent_norm_fusion(k))
+            q, k = prevent_norm_fusion(q), prevent_norm_fusion(k)
+            q = self._normed(self.q_norm, q, "heads", rules)
+            k = self._normed(self.k_norm, k, "kv_heads", rules)
         assert place.rotation is not None
         q, k = rotate(q, positions, place.rotation), rotate(k, positions, place.rotation)
+        if self.cfg.rope.query_growth:
+            q = growing_queries(q, positions, self.cfg.rope)
         out, state = rows.attend(q, k, v, self.cfg.spec(rules), window, place.cache, state)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return checkpoint_name(self.o(out, rules), "o"), state
+
+    def _project(self, x, rules: Rules) -> Sequence[jax.Array]:
+        """Queries, with their gates if there are any, keys and values."""
+        if self.qkv is None:
+            assert self.q is not None and self.k is not None and self.v is not None
+            return checkpoint_name(apply_linears(x, self.q, self.k, self.v, rules=rules), "qkv")
+        H, width = self.cfg.H, self.cfg.N // self.cfg.K * self.cfg.H
+        y = checkpoint_name(self.qkv(x, rules), "qkv")
+        q, k, v = jnp.split(y, (width, width + H), axis=-1)
+        shape, out = (*y.shape[:2], self.cfg.N, H), rules.spec("batch", "time", "heads", None)
+        return jnp.reshape(q, shape, out_sharding=out), k, v
+
+    def _normed(self, norm: RMSNorm, x: jax.Array, axis: str, rules: Rules) -> jax.Array:
+        """Normalized heads [B, T, N, H], each alone or all together."""
+        if not self.cfg.joint_norm:
+            return norm(x)
+        flat = (*x.shape[:2], x.shape[2] * x.shape[3])
+        joint = jnp.reshape(x, flat, out_sharding=rules.spec("batch", "time", axis))
+        out = rules.spec("batch", "time", axis, None)
+        return jnp.reshape(norm(joint), x.shape, out_sharding=out)
+
+
+def fused_projection(
+    make: MakeParam, cfg: DecoderConfig, mixer: AttentionConfig, **options: Any
+) -> Linear:
+    """The projection of queries, keys and values: for each kv head its queries, its key, its value.
+
+    In files, all queries are first, then all keys, then all values.
+    """
+    width = mixer.N // mixer.K * mixer.H
+    return Linear(
+        make,
+        "self_attn.qkv_proj",
+        "BTD,KHD->BTKH",
+        (mixer.K, width + 2 * mixer.H, cfg.D),
+        ("kv_heads", None, "w_embed"),
+        bias=mixer.qkv_bias,
+        blocks=(width, mixer.H, mixer.H),
+        **options,
+    )

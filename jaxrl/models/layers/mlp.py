@@ -1,6 +1,7 @@
 """Feed-forward network of a dense layer, and the shared expert of a mixture of experts."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -21,7 +22,12 @@ from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
 from sharding import Rules
 
 SHARED_GATE = "mlp.shared_expert_gate"
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "relu": jax.nn.relu,
+}
 
 
 @jax.custom_vjp
@@ -42,7 +48,13 @@ share_backward.defvjp(_share_forward, lambda _, grads: jax.lax.optimization_barr
 
 
 class MLP(nnx.Module):
-    """act(x Wgᵀ) * (x Wuᵀ) Wdᵀ (https://arxiv.org/abs/2002.05202)."""
+    """(act(x Wgᵀ) * (x Wuᵀ)) Wdᵀ (https://arxiv.org/abs/2002.05202).
+
+    Without a gate, it is act(x Wuᵀ) Wdᵀ.
+
+    A fused projection has the rows of gate and up in turns, some of each, so that every shard has
+    as many of both.
+    """
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MLPConfig, name: str = "mlp"):
         options: Any = dict(bias=ffn.bias, lora=cfg.lora, base_dtype=cfg.base_dtype)
@@ -53,9 +65,13 @@ class MLP(nnx.Module):
 
         self.act = ffn.act
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
-        self.gate, self.up = up(f"{name}.gate_proj"), up(f"{name}.up_proj")
+        fused = f"{name}.gate_up_proj"
+        self.gate_up = _fused(make, fused, ffn.F, cfg.D, **options) if ffn.fused else None
+        self.gate = up(f"{name}.gate_proj") if ffn.gated and not ffn.fused else None
+        self.up = None if ffn.fused else up(f"{name}.{'up_proj' if ffn.gated else 'c_fc'}")
         shape, axes = (cfg.D, ffn.F), ("w_embed", "ffw")
-        self.down = Linear(make, f"{name}.down_proj", "BTF,DF->BTD", shape, axes, **options)
+        down = f"{name}.{'down_proj' if ffn.gated else 'c_proj'}"
+        self.down = Linear(make, down, "BTF,DF->BTD", shape, axes, **options)
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
         n_tokens = x.shape[0] * x.shape[1] // (rules.n_shards("batch") * rules.n_shards("time"))
@@ -72,15 +88,39 @@ class MLP(nnx.Module):
 
     def apply(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
         """The network on all tokens at one time."""
-        projected = apply_linears(x, self.gate, self.up, rules=rules)
-        gate, up = share_backward(*checkpoint_name(projected, "gate_up"))
-        return checkpoint_name(self.down(ACTIVATIONS[self.act](gate) * up, rules), "down")
+        inputs = [linear for linear in (self.gate_up, self.gate, self.up) if linear is not None]
+        projected = checkpoint_name(apply_linears(x, *inputs, rules=rules), "gate_up")
+        if self.gate_up is not None:
+            projected = _split_fused(projected[0], rules)
+        if len(projected) == 1:
+            h = ACTIVATIONS[self.act](projected[0])
+        else:
+            gate, up = share_backward(*projected)
+            h = ACTIVATIONS[self.act](gate) * up
+        return checkpoint_name(self.down(h, rules), "down")
 
     def _gather(self, rules: Rules) -> "MLP":
         new = jax.tree.map(lambda leaf: leaf, self)
-        new.gate, new.up = self.gate.gather(rules), self.up.gather(rules)
-        new.down = self.down.gather(rules)
+        for name in ("gate_up", "gate", "up", "down"):
+            linear = getattr(self, name)
+            setattr(new, name, None if linear is None else linear.gather(rules))
         return new
+
+
+def _fused(make: MakeParam, name: str, F: int, D: int, **options: Any) -> Linear:
+    """The projection of gate and up: F / C times C rows of the gate and C rows of up.
+
+    C is up to 128, the lanes of vector units, as far as 16 shards can have whole parts.
+    """
+    C = max(math.gcd(F, 16 * 128) // 16, 1)
+    shape, axes = (F // C, 2 * C, D), ("ffw", None, "w_embed")
+    return Linear(make, name, "BTD,FCD->BTFC", shape, axes, blocks=(C, C), **options)
+
+
+def _split_fused(y: Float[Array, "B T F C"], rules: Rules) -> list[Float[Array, "B T f"]]:
+    """[gate, up] of the output of `_fused`."""
+    shape, out = (*y.shape[:2], y.shape[2] * y.shape[3] // 2), rules.spec("batch", "time", "ffw")
+    return [jnp.reshape(part, shape, out_sharding=out) for part in jnp.split(y, 2, axis=-1)]
 
 
 class SharedExpert(nnx.Module):

@@ -20,6 +20,7 @@ from sharding import Rules
 # Tensor names in a layer of a Hugging Face file: the router, then an expert's gate, up and down.
 QWEN = ("mlp.gate", "mlp.experts.{expert}.%s", ("gate_proj", "up_proj", "down_proj"))
 HF_NAMES = {
+    "qwen2_moe": QWEN,
     "qwen3_moe": QWEN,
     "qwen3_next": QWEN,
     "qwen3_5_moe": QWEN,

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl import types
 from jaxrl.kernels.bits import materialize
+from jaxrl.models import config
 from jaxrl.models.config import ROPE_KINDS, AttentionConfig, Rope
 from sharding import target_platform
 
@@ -23,6 +24,8 @@ class Rotation:
 
     inv_freq: types.Array  # float32 [H / 2], radians per position of each feature pair
     amplitude: types.Array | None = None  # float32 [], factor of rotated pairs; None: 1
+    # The features of a pair are adjacent, not half of the rotated ones apart.
+    interleaved: bool = struct.field(pytree_node=False, default=False)
 
 
 def rotations(mixers: Sequence[AttentionConfig]) -> Rotation:
@@ -31,7 +34,8 @@ def rotations(mixers: Sequence[AttentionConfig]) -> Rotation:
     inv_freq = np.stack(
         [inverse_frequencies(mixer.rope, int(mixer.H * mixer.rope.rotary)) for mixer in mixers]
     )
-    return Rotation(inv_freq, amplitudes if np.any(amplitudes != 1) else None)
+    amplitude = amplitudes if np.any(amplitudes != 1) else None
+    return Rotation(inv_freq, amplitude, mixers[0].rope.interleaved)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -41,11 +45,17 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     the long wavelengths, with a smooth transition (Llama 3.1, https://arxiv.org/abs/2407.21783);
     "yarn" has another transition (https://arxiv.org/abs/2309.00071, section 3.2). "dynamic" changes
     the base only for sequences longer than `DecoderConfig.max_len`, which are not supported.
+    "longrope" has a divisor per pair (https://arxiv.org/abs/2402.13753), and others for sequences
+    longer than `original_len`, which are not supported. Layers without rotation have zeros.
     """
     inv = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     match rope.kind:
         case "default" | "dynamic":
             scaled = inv
+        case config.NO_ROPE:
+            scaled = np.zeros_like(inv)
+        case config.LONG_ROPE:
+            scaled = inv / np.asarray(rope.short_factor, np.float32)
         case "linear":
             scaled = inv / rope.factor
         case "llama3":
@@ -87,8 +97,9 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Rotates the feature pairs (x[i], x[i + R/2]) by position * inv_freq[i], in float32.
 
-    R is twice the number of frequencies; features from R on stay as they are. Rotated pairs are
-    scaled by the amplitude, so scores are scaled by its square.
+    Interleaved pairs are (x[2 i], x[2 i + 1]). R is twice the number of frequencies; features from
+    R on stay as they are. Rotated pairs are scaled by the amplitude, so scores are scaled by its
+    square.
     """
     R = 2 * rotation.inv_freq.shape[-1]
     if x.shape[-1] > R:
@@ -97,14 +108,20 @@ def rotate(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rotation.amplitude is not None:
         cos, sin = cos * rotation.amplitude, sin * rotation.amplitude
-    if target_platform() == "tpu" and x.dtype == jnp.bfloat16:
+    if target_platform() == "tpu" and x.dtype == jnp.bfloat16 and not rotation.interleaved:
         return _rotate_by_product(x, cos, sin)
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    x32 = x.astype(jnp.float32)
+    if rotation.interleaved:
+        x1, x2 = x32[..., 0::2], x32[..., 1::2]
+    else:
+        x1, x2 = jnp.split(x32, 2, axis=-1)
     # XLA on CPU would contract one of two products with their sum, which one depends on the shape
     rotated = [
         materialize(x1 * cos) - materialize(x2 * sin),
         materialize(x2 * cos) + materialize(x1 * sin),
     ]
+    if rotation.interleaved:
+        return jnp.stack(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
@@ -136,3 +153,12 @@ def _rotate_back(saved, grad):
 
 
 _rotate_by_product.defvjp(_rotate_forward, _rotate_back)
+
+
+def growing_queries(
+    q: Float[Array, "B T N H"], positions: Int[Array, "B T"], rope: Rope
+) -> Float[Array, "B T N H"]:
+    """Queries scaled by 1 + query_growth ln(1 + floor(position / original_len)) (Llama 4)."""
+    periods = (jnp.maximum(positions, 0) // rope.original_len).astype(jnp.float32)  # -1: padding
+    scale = 1 + rope.query_growth * jnp.log1p(periods)
+    return q * scale[:, :, None, None].astype(q.dtype)

@@ -157,5 +157,5 @@ class SimulatedEngine:
         # Distinct from the tokens of other responses, whose KV it must not share.
         tokens = np.full(n, request.prompt_id << 12 | request.sample, np.int32)
         finish = "length" if n == seq.remaining else ""
-        slot = self.scheduler.advance(replica, seq, tokens.tolist(), finish)
+        slot = self.scheduler.advance(replica, seq, tokens, finish)
         return Generated(slot, tokens, NO_LOGP, NO_LOGP, finish, version=self.scheduler.version)

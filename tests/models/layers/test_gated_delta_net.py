@@ -15,10 +15,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.config.remat import parse_remat
-from jaxrl.models.config import LoRA, layer_runs
+from jaxrl.models.config import LoRA
 from jaxrl.models.files.adapter import read_adapter, save_adapter
 from jaxrl.models.files.hf_config import config_from_hf
 from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.lora import add_adapters, linear_layers, merge
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.remat import check_whole_periods
