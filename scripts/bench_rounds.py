@@ -63,8 +63,7 @@ class SimulatedDevice:
         return self._run(last.seqs, batch, last.n_steps, last.exit_at)
 
     def _run(self, seqs, batch, n_steps, exit_at):
-        from jaxrl.engine.device.decode_loop import DecodeState
-        from jaxrl.engine.device.model_runner import DecodeRound
+        from jaxrl.engine.device.decode_loop import DecodeRound, DecodeState
 
         now = self.now()
         self.idle_s += max(now - self._ends_at, 0)
@@ -79,7 +78,7 @@ class SimulatedDevice:
         return DecodeRound(seqs, batch, output, n_steps, exit_at, state)
 
     def read(self, dispatched):
-        from jaxrl.engine.device.model_runner import decode_output
+        from jaxrl.engine.device.decode_loop import decode_output
 
         tokens, ends_at = dispatched.output
         self._waited_s += max(ends_at - self.now(), 0)

@@ -10,7 +10,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RolloutConfig
-from jaxrl.data.support import from_bits, unrestricted
 from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request
 from jaxrl.engine.device.batches import (
     adjusted_rows,
@@ -20,11 +19,9 @@ from jaxrl.engine.device.batches import (
     exit_size,
     split_rows,
 )
+from jaxrl.engine.device.decode_loop import DecodeOutput, DecodeRound
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
 from jaxrl.engine.device.model_runner import (
-    COPIES_PER_CALL,
-    DecodeOutput,
-    DecodeRound,
     Dispatch,
     ModelRunner,
     in_calls,
@@ -38,7 +35,7 @@ from jaxrl.engine.windows import WindowPages
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kv_cache import page_dtype
 from jaxrl.runtime.compilation import CompileThreads, compile_in_threads
-from jaxrl.types import TokenSets, Tree
+from jaxrl.types import Tree
 from sharding import Rules, needs_trial_run
 
 
@@ -197,7 +194,7 @@ class PagedEngine:
         prefill until `compile_pending`, in another thread, has compiled them.
         """
         declared = self.runner.declared(adjustable=self.adjustable)
-        first = [program for program in declared if self._suffices(program)]
+        first = [program for program in declared if self.runner.suffices(program)]
         self._pending = set(declared) - set(first)
         compile_in_threads(self._lowered(params, first))
         self._try_out(params, first)
@@ -215,18 +212,6 @@ class PagedEngine:
         for program in [program for program in declared if program in self._pending]:
             done = functools.partial(self._pending.discard, program)
             threads.add(self._lowered(params, [program]), done)
-
-    def _suffices(self, program: Dispatch) -> bool:
-        shapes = self.shapes
-        if program.kind == "decode" and program.filtered != bool(self.filters):
-            return False  # the program with filters serves requests without any, too
-        buckets = {
-            "prefill": shapes.prefill_buckets[0],
-            "copy_pages": COPIES_PER_CALL,
-            "copy_states": COPIES_PER_CALL,
-            "decode": shapes.decode_buckets[-1],
-        }
-        return program.bucket == buckets.get(program.kind)
 
     def _ready(self, kind: str, buckets: tuple[int, ...], **variant: bool) -> list[int]:
         """The buckets of a kind whose programs are not pending."""
@@ -439,17 +424,11 @@ class PagedEngine:
             logp=output.logp[row, :n_new],
             behavior_logp=output.behavior_logp[row, :n_new],
             finish=finish,
-            support=self._support(output, row, n_new) if self.keep_support else None,
+            support=output.kept_tokens(row, n_new) if self.keep_support else None,
             top=output.top_tokens(row, n_new) if seq.request.top_logprobs else None,
             error=error,
             version=self.scheduler.version,
         )
-
-    def _support(self, output: DecodeOutput, row: int, n_new: int) -> TokenSets:
-        """The tokens that the filters kept at the new tokens of a row."""
-        if output.support is None:
-            return unrestricted(n_new)
-        return from_bits(output.support[:n_new, row])
 
     def _count(self, seqs: list[list[Sequence]], output: DecodeOutput) -> None:
         """Adds a dispatch to the counters, with queues and pool as they were during its steps."""

@@ -582,7 +582,8 @@ def test_a_client_timeout_frees_its_pages(served, held):
     wait_until(lambda: metric(served, CANCELLED) == n_cancelled + 1)
     held.set()
     wait_until(lambda: idle(served))
-    assert metric(served, SAMPLED) - before <= 4 * 8  # only the blocked dispatch
+    # Only the blocked dispatch, and the one after it.
+    assert metric(served, SAMPLED) - before <= 2 * 4 * 8
 
 
 def test_overload_is_rejected_at_once_and_affects_no_other_request(served, held):

@@ -1,4 +1,4 @@
-"""The decode loop of one replica: its batch, its loop condition, its steps, and its output."""
+"""The decode loop of one replica: its batch, its steps, and its output, also on the host."""
 
 import dataclasses
 import functools
@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from jaxrl import types
-from jaxrl.data.support import n_words
+from jaxrl.data.support import from_bits, n_words, unrestricted
+from jaxrl.engine.api import TopTokens
 from jaxrl.engine.device.adjustments import (
     N_TOP,
     Adjustments,
@@ -27,10 +29,12 @@ from jaxrl.engine.device.sampling import (
     sample_sharded,
     uniforms,
 )
+from jaxrl.engine.scheduler import Sequence
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.paged import PageTables, forward_paged
+from jaxrl.types import TokenSets
 from sharding import Rules
 
 
@@ -86,6 +90,14 @@ class DecodeState:
     position: types.Array  # -1 once the sequence has ended
     remaining: types.Array
     history: types.Array = None  # only with speculation
+
+
+def state_spec(rules: Rules, n_axes: int) -> jax.P:
+    """The sharding of an array of a `DecodeState`, as `decode` takes and returns it.
+
+    It names every axis, as that of a result does: another form would be another program.
+    """
+    return jax.P(rules.mesh_axes("batch") or None, *(None,) * (n_axes - 1))
 
 
 @struct.dataclass
@@ -234,3 +246,95 @@ def sample_logits(
     if state is None:
         return sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
     return sample_adjusted(logits, uniform, sampling, state, rules=rules, keep_support=keep_support)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRound:
+    """A dispatch with decode steps whose tokens were not read yet."""
+
+    seqs: list[list[Sequence]]
+    batch: DecodeBatch
+    output: DispatchOutput
+    n_steps: int = 1
+    exit_at: int = 0
+    state: DecodeState | None = None  # on the device, after its steps; None: mixed with prefill
+    adjusted: bool = False
+
+    @property
+    def n_running(self) -> int:
+        """Sequences of the replica that has most of them, without those that have ended."""
+        return max(sum([seq.running for seq in own]) for own in self.seqs)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOutput:
+    """Sampled tokens of one dispatch, on the host."""
+
+    tokens: np.ndarray  # int32 [B, n], without gaps, then -1
+    n_new: np.ndarray  # int64 [B], tokens of each row
+    stopped: np.ndarray  # bool [B], whether the last one is a stop token
+    logp: np.ndarray  # float32 [B, n]
+    behavior_logp: np.ndarray  # float32 [B, n]
+    support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
+    top: np.ndarray | None  # int32 [n, B, 2 * N_TOP], see `Sample.top`; None if no row wants it
+    n_steps: int  # forward passes
+    n_draft_tokens: int = 0
+    n_accepted_tokens: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.n_new.sum())
+
+    def top_tokens(self, row: int, n: int) -> TopTokens | None:
+        """The most likely tokens at the first `n` positions of a row."""
+        if self.top is None:
+            return None
+        ids, bits = np.split(self.top[:n, row], 2, axis=1)
+        return TopTokens(ids.copy(), bits.copy().view(np.float32))
+
+    def kept_tokens(self, row: int, n: int) -> TokenSets:
+        """The tokens that the filters kept at the first `n` positions of a row."""
+        return unrestricted(n) if self.support is None else from_bits(self.support[:n, row])
+
+
+def read_decode_output(dispatched: DecodeRound, *, speculative: bool) -> DecodeOutput:
+    """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
+
+    The supports are copied only if one of the sequences samples from a truncated distribution, and
+    the most likely tokens only if one wants them.
+    """
+    output, stop_ids = dispatched.output, dispatched.batch.stop_ids
+    requests = [seq.request for own in dispatched.seqs for seq in own]
+    out, support, top = np.asarray(output.columns), output.support, output.top
+    if support is not None:
+        filtered = any(request.sampling.filters for request in requests)
+        support = np.asarray(support) if filtered else None
+    if top is not None:
+        top = np.asarray(top) if any(request.top_logprobs for request in requests) else None
+    if not speculative:
+        n_steps = int((out[0] >= 0).any(axis=0).sum())
+        columns = out[..., : max(n_steps, 1)]  # a round may have made no step
+        return decode_output(columns, stop_ids, support, top, n_steps)
+    columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
+    found = decode_output(columns, stop_ids, support, top, int(n_passes.max()))
+    return dataclasses.replace(
+        found,
+        n_draft_tokens=int(n_draft_tokens.sum()),
+        n_accepted_tokens=found.n_tokens - int(n_passes.sum()),
+    )
+
+
+def decode_output(
+    columns: np.ndarray,
+    stop_ids: np.ndarray,
+    support: np.ndarray | None,
+    top: np.ndarray | None,
+    n_steps: int,
+) -> DecodeOutput:
+    """The output with these `Sample.columns` [3, B, n] of rows with stop ids [B, n_stop]."""
+    tokens, *bits = columns
+    n_new = np.sum(tokens >= 0, axis=1)
+    last = np.take_along_axis(tokens, np.maximum(n_new - 1, 0)[:, None], axis=1)
+    stopped = np.any((last == stop_ids) & (last >= 0), axis=1)
+    logp, behavior_logp = (column.view(np.float32) for column in bits)
+    return DecodeOutput(tokens, n_new, stopped, logp, behavior_logp, support, top, n_steps)

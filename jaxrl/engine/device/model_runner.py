@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.config.keys import RolloutConfig
-from jaxrl.engine.api import TopTokens
 from jaxrl.engine.device import programs
 from jaxrl.engine.device.batches import (
     DispatchShapes,
@@ -20,7 +19,13 @@ from jaxrl.engine.device.batches import (
     pad_replicas,
     prefill_batch,
 )
-from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeState, DispatchOutput
+from jaxrl.engine.device.decode_loop import (
+    DecodeBatch,
+    DecodeOutput,
+    DecodeRound,
+    read_decode_output,
+    state_spec,
+)
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
@@ -42,51 +47,6 @@ class Dispatch(NamedTuple):
     bucket: int
     adjusted: bool = False  # with adjustments
     filtered: bool = False  # with sampling filters
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeRound:
-    """A dispatch with decode steps whose tokens were not read yet."""
-
-    seqs: list[list[Sequence]]
-    batch: DecodeBatch
-    output: DispatchOutput
-    n_steps: int = 1
-    exit_at: int = 0
-    state: DecodeState | None = None  # on the device, after its steps; None: mixed with prefill
-    adjusted: bool = False
-
-    @property
-    def n_running(self) -> int:
-        """Sequences of the replica that has most of them, without those that have ended."""
-        return max(sum([seq.running for seq in own]) for own in self.seqs)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeOutput:
-    """Sampled tokens of one dispatch, on the host."""
-
-    tokens: np.ndarray  # int32 [B, n], without gaps, then -1
-    n_new: np.ndarray  # int64 [B], tokens of each row
-    stopped: np.ndarray  # bool [B], whether the last one is a stop token
-    logp: np.ndarray  # float32 [B, n]
-    behavior_logp: np.ndarray  # float32 [B, n]
-    support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
-    top: np.ndarray | None  # int32 [n, B, 2 * N_TOP], see `Sample.top`; None if no row wants it
-    n_steps: int  # forward passes
-    n_draft_tokens: int = 0
-    n_accepted_tokens: int = 0
-
-    @property
-    def n_tokens(self) -> int:
-        return int(self.n_new.sum())
-
-    def top_tokens(self, row: int, n: int) -> TopTokens | None:
-        """The most likely tokens at the first `n` positions of a row."""
-        if self.top is None:
-            return None
-        ids, bits = np.split(self.top[:n, row], 2, axis=1)
-        return TopTokens(ids.copy(), bits.copy().view(np.float32))
 
 
 class ModelRunner:
@@ -252,9 +212,7 @@ class ModelRunner:
         """Waits for the tokens of a round and copies them to the host."""
         speculative = self.speculation is not None and dispatched.state is not None
         with self._call():
-            return read_decode_output(
-                dispatched.output, dispatched.batch, dispatched.seqs, speculative=speculative
-            )
+            return read_decode_output(dispatched, speculative=speculative)
 
     def _with_state(
         self, batch: DecodeBatch, mesh: Mesh, place: Callable[[np.ndarray, NamedSharding], Any]
@@ -265,9 +223,7 @@ class ModelRunner:
         """
 
         def placed(array: np.ndarray) -> Any:
-            return place(
-                array, NamedSharding(mesh, programs.state_spec(self.pool.rules, array.ndim))
-            )
+            return place(array, NamedSharding(mesh, state_spec(self.pool.rules, array.ndim)))
 
         return batch.with_state(jax.tree.map(placed, batch.state))
 
@@ -306,6 +262,19 @@ class ModelRunner:
         kinds = COPIES if shapes.states else COPIES[:1]
         copies = [Dispatch(kind, COPIES_PER_CALL) for kind in kinds]
         return [*prefill, *mixed, *copies, *decode]
+
+    def suffices(self, program: Dispatch) -> bool:
+        """Whether it is one of the programs that serve every request, if slowly."""
+        shapes = self.shapes
+        if program.kind == "decode" and program.filtered != bool(self._filters):
+            return False  # the program with filters serves requests without any, too
+        buckets = {
+            "prefill": shapes.prefill_buckets[0],
+            "copy_pages": COPIES_PER_CALL,
+            "copy_states": COPIES_PER_CALL,
+            "decode": shapes.decode_buckets[-1],
+        }
+        return program.bucket == buckets.get(program.kind)
 
     def run_on_padding(self, params: Tree, program: Dispatch) -> None:
         """Runs a program without rows, which compiles it if it is not compiled yet."""
@@ -404,51 +373,3 @@ def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 def _abstract(array: np.ndarray, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-
-def read_decode_output(
-    output: DispatchOutput,
-    batch: DecodeBatch,
-    seqs: list[list[Sequence]],
-    *,
-    speculative: bool = False,
-) -> DecodeOutput:
-    """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
-
-    The supports are copied only if one of the sequences samples from a truncated distribution, and
-    the most likely tokens only if one wants them.
-    """
-    requests = [seq.request for own in seqs for seq in own]
-    out, support, top = np.asarray(output.columns), output.support, output.top
-    if support is not None:
-        filtered = any(request.sampling.filters for request in requests)
-        support = np.asarray(support) if filtered else None
-    if top is not None:
-        top = np.asarray(top) if any(request.top_logprobs for request in requests) else None
-    if not speculative:
-        n_steps = int((out[0] >= 0).any(axis=0).sum())
-        columns = out[..., : max(n_steps, 1)]  # a round may have made no step
-        return decode_output(columns, batch.stop_ids, support, top, n_steps)
-    columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
-    found = decode_output(columns, batch.stop_ids, support, top, int(n_passes.max()))
-    return dataclasses.replace(
-        found,
-        n_draft_tokens=int(n_draft_tokens.sum()),
-        n_accepted_tokens=found.n_tokens - int(n_passes.sum()),
-    )
-
-
-def decode_output(
-    columns: np.ndarray,
-    stop_ids: np.ndarray,
-    support: np.ndarray | None,
-    top: np.ndarray | None,
-    n_steps: int,
-) -> DecodeOutput:
-    """The output with these `Sample.columns` [3, B, n] of rows with stop ids [B, n_stop]."""
-    tokens, *bits = columns
-    n_new = np.sum(tokens >= 0, axis=1)
-    last = np.take_along_axis(tokens, np.maximum(n_new - 1, 0)[:, None], axis=1)
-    stopped = np.any((last == stop_ids) & (last >= 0), axis=1)
-    logp, behavior_logp = (column.view(np.float32) for column in bits)
-    return DecodeOutput(tokens, n_new, stopped, logp, behavior_logp, support, top, n_steps)

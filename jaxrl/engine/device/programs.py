@@ -19,6 +19,7 @@ from jaxrl.engine.device.decode_loop import (
     DispatchOutput,
     decode_steps,
     sample_tokens,
+    state_spec,
 )
 from jaxrl.engine.device.sampling import row_keys
 from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
@@ -106,14 +107,6 @@ def per_replica(
         return sharded(params, cache, *jax.tree.map(lambda a: jax.reshard(a, by_row), inputs))
 
     return run
-
-
-def state_spec(rules: Rules, n_axes: int) -> jax.P:
-    """The sharding of an array of a `DecodeState`, as `decode` takes and returns it.
-
-    It names every axis, as that of a result does: another form would be another program.
-    """
-    return jax.P(rules.mesh_axes("batch") or None, *(None,) * (n_axes - 1))
 
 
 def _cache_axis(params: Decoder, cache: KVCache) -> int:

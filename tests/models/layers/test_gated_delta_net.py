@@ -43,7 +43,7 @@ def test_rows_of_a_head_that_are_apart_in_the_file_are_adjacent_here():
 
 def test_runs_of_layers_are_the_longest_periods():
     a, b, _ = HYBRID.layers
-    c = dataclasses.replace(b, post_norms=True)
+    c = dataclasses.replace(b, norms=(None, "norm_1", None, "norm_2"))
     assert layer_runs((a, a, a, b) * 3) == tuple([tuple(range(i, 12, 4) for i in range(4))])
     assert layer_runs((c, a, a, a)) == ((range(1),), (range(1, 4),))  # a prefix
     assert layer_runs((a, b, a, b, a)) == ((range(0, 4, 2), range(1, 4, 2)), (range(4, 5),))
