@@ -116,9 +116,9 @@ def sample(
         gaps = lax.optimization_barrier(softmax.gaps())  # one array for all passes and comparisons
         cutoff = cutoff_gap(gaps, softmax, params, logits.shape[1])
         cutoff = jnp.where(filtered, cutoff, jnp.inf)
-        kept = jnp.sum(_keep_to(cutoff, gaps, softmax.weights(gaps)), axis=-1)
+        kept = materialize(row_sum(_keep_to(cutoff, gaps, softmax.weights(gaps))))
         sums = jnp.where(filtered[:, None], kept, sums)
-        log_mass = jnp.where(filtered, jnp.log(row_sum(sums)) - jnp.log(row_sum(softmax.sums)), 0.0)
+        log_mass = jnp.where(filtered, _log_sum(sums) - _log_sum(softmax.sums), 0.0)
         if keep_support:
             within = filtered[:, None, None] & (gaps <= cutoff[:, None, None])
             support = _pack_bits(within.reshape(len(logits), -1)[:, : logits.shape[1]])
@@ -132,6 +132,10 @@ def sample(
     chosen = softmax.logit(token)
     logp = token_logp(chosen, softmax.top, softmax.summands(logits.shape[1]))
     return Sample(token, logp, logp - log_mass, support)
+
+
+def _log_sum(sums: Float[Array, "B n"]) -> Float[Array, "B"]:
+    return materialize(jnp.log(materialize(row_sum(sums))))
 
 
 @struct.dataclass
@@ -184,7 +188,7 @@ def softmax_of_blocks(logits: Float[Array, "B V"], temperature: Float[Array, "B"
         largest = jnp.max(scaled, axis=-1)
         top = materialize(jnp.max(largest, axis=-1))
         weights = materialize(jnp.exp(scaled - top[:, None, None]))
-        sums, token = materialize(jnp.sum(weights, axis=-1)), _argmax(scaled, largest)
+        sums, token = materialize(row_sum(weights)), _argmax(scaled, largest)
         return BlockSoftmax(scaled, jnp.ones_like(top), top, token, sums, weights)
     blocks = _in_blocks(logits)
     scaled = blocks / temperature[:, None, None]
