@@ -25,11 +25,12 @@ class Factor:
     source: str
 
 
-# CPU time of the host, on one core of a server: of the scheduler and of collecting tokens.
-SEQUENCE_ROUND = Factor(24e-6, "measured", "a process with 64 to 2,048 running sequences")
-GPU = {
-    "round": Factor(2.4e-3, "measured", "one call of a program with 28 listed layers"),
-    "sequence_round": SEQUENCE_ROUND,
+# CPU time of the host, on one core of a server, while the device runs the round before.
+HOST = {
+    "round": Factor(0.12e-3, "measured", "bench_calls.py: one call with 28 listed layers"),
+    "sequence_round": Factor(7.5e-6, "measured", "bench_rounds.py: 2,048 running sequences"),
+}
+GPU = HOST | {
     "products": Factor(0.66, "fit", "JAX-Toolbox, Llama 2 7B on 8 H100: 0.721 s per step"),
     "attention": Factor(0.40, "assumed", "Triton kernels with seven products in place of five"),
     "memory": Factor(0.85, "assumed", "large copies on HBM"),
@@ -38,9 +39,7 @@ GPU = {
     "collective": Factor(17e-6, "assumed", "start of an NCCL kernel, if nothing covers it"),
     "loop": Factor(30e-6, "assumed", "the host reads the condition of the decode loop"),
 }
-TPU = {
-    "round": Factor(0.1e-3, "measured", "one call of a program with stacked layers"),
-    "sequence_round": SEQUENCE_ROUND,
+TPU = HOST | {
     "products": Factor(0.90, "assumed", "grouped products of Pallas; others have an estimate"),
     "attention": Factor(0.90, "measured", "instruction bundles of splash, v5p: 0.89 forward"),
     "memory": Factor(0.85, "assumed", "DMA of Pallas kernels; others have an estimate"),
@@ -84,5 +83,9 @@ def calibrated_seconds(
 
 
 def round_seconds(n_sequences: int | float, factors: Mapping[str, Factor]) -> float:
-    """Host time of a process between two dispatches of the engine, for its running sequences."""
+    """Host time of a process for a dispatch of the engine with so many running sequences.
+
+    The engine dispatches the next round before it reads the last one, so the host and the device
+    overlap, and the slower one counts.
+    """
     return factors["round"].value + n_sequences * factors["sequence_round"].value

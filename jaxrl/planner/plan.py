@@ -270,7 +270,7 @@ def _calibrated(
     calls: dict[str, int],
     machine: Topology,
 ) -> float:
-    """Seconds of a phase's programs, and of the host between the engine's dispatches.
+    """Seconds of a phase's programs, and of the host where a dispatch of the engine waits for it.
 
     0 if the chip has no factors.
     """
@@ -280,8 +280,10 @@ def _calibrated(
     total = sum(calls[name] * numbers[name]["calibrated_s"] for name in names)
     if "decode" in names:
         n_sequences = memory.sequences * run.n_replicas / machine.n_processes
-        n_rounds = calls["decode"] / run.cfg.rollout.steps_per_dispatch
-        total += n_rounds * round_seconds(n_sequences, factors)
+        n_steps = run.cfg.rollout.steps_per_dispatch
+        device_s = n_steps * numbers["decode"]["calibrated_s"]
+        waited_s = max(round_seconds(n_sequences, factors) - device_s, 0.0)
+        total += calls["decode"] / n_steps * waited_s
     return total
 
 

@@ -59,7 +59,7 @@ def test_a_call_takes_the_shares_of_its_chip_and_the_collectives_that_nothing_co
     assert calibrated_seconds("accumulate", program, GPU) == pytest.approx(expected)
     in_loop = calibrated_seconds("decode", program, GPU)
     assert in_loop == pytest.approx(expected + 30e-6)
-    assert round_seconds(100, GPU) == pytest.approx(2.4e-3 + 100 * 24e-6)
+    assert round_seconds(100, GPU) == pytest.approx(0.12e-3 + 100 * 7.5e-6)
 
 
 def test_chips_without_evidence_have_no_factors():

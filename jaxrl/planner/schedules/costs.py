@@ -205,7 +205,7 @@ class RunCosts:
         memory_s = max(seconds["memory"] - weights_s - keys * key_s, 0.0) / n
         flops_s = max(seconds["flops"] - keys * attention_s, 0.0) / n
         if self.factors:
-            return (self._calibrated_decode(n, keys, key_s, memory_s),)
+            return self._calibrated_decode(n, keys, key_s, memory_s), self._host_rounds()
         return (
             ReplicaUsage(weights_s, memory_s, key_s),
             ReplicaUsage(0.0, flops_s, attention_s),
@@ -215,18 +215,23 @@ class RunCosts:
     def _calibrated_decode(
         self, n: int, keys: float, key_s: float, sequence_s: float
     ) -> ReplicaUsage:
-        """The calibrated time of a decode step with `n` sequences, and the host's share of it.
+        """The calibrated time of a decode step with `n` sequences.
 
-        `key_s` and `sequence_s` are at peak rates. A process plans for its replicas one by one.
+        `key_s` and `sequence_s` are at peak rates.
         """
-        share, steps = self.factors["memory"].value, self.cfg.rollout.steps_per_dispatch
+        share = self.factors["memory"].value
         key_s, sequence_s = key_s / share, sequence_s / share
         fixed_s = _seconds(self.plan["programs"]["decode"]) - keys * key_s - n * sequence_s
+        return ReplicaUsage(max(fixed_s, 0.0), sequence_s, key_s)
+
+    def _host_rounds(self) -> ReplicaUsage:
+        """The host's share of a decode step. A process plans for its replicas one by one."""
+        steps = self.cfg.rollout.steps_per_dispatch
         together = self.plan["n_replicas"] / self.plan["n_processes"]
         return ReplicaUsage(
-            max(fixed_s, 0.0) + self.factors["round"].value / steps,
-            sequence_s + together * self.factors["sequence_round"].value / steps,
-            key_s,
+            self.factors["round"].value / steps,
+            together * self.factors["sequence_round"].value / steps,
+            0.0,
         )
 
     def _transfer_s(self, split: Split) -> float:
