@@ -140,7 +140,7 @@ class Scheduler:
         self.version = 0  # policy version
         # Whether decode steps were dispatched with a plan that continues the last one (`extend`).
         self.ahead = False
-        self._stale = True  # whether a new plan may start sequences that the last one did not
+        self._stale = True  # whether a new plan may have other sequences than the last one
         self.n_preempted = 0
         self.n_cached_tokens = 0
         self._next_slot = 0
@@ -291,6 +291,7 @@ class Scheduler:
         """Cancels a waiting or running sequence. Raises KeyError if the slot has none."""
         for seq in self.running:
             if seq.slot == slot:
+                self._stale = True  # the device does not know: its row must leave the batch
                 return self._end(seq, keep_state=not self.ahead)
         for seq in self.waiting:
             if seq.slot == slot:

@@ -237,15 +237,16 @@ def test_decode_copies_neither_weights_nor_pool(llama):
 def generated_in_turns(engine: PagedEngine, weights: list, at: int) -> dict:
     """All that the engine generates by slot and version, as tokens and logprobs.
 
-    Version 1 and `weights[1]` follow before the call `at`, where one of the requests is cancelled.
+    One of the requests is cancelled before the call `at`. If there are two `weights`, those of
+    version 1 follow then.
     """
     slots = [engine.submit(r) for r in make_requests(4, max_tokens=60, ignore_stop=True)]
     found, n_calls = collections.defaultdict(lambda: ([], [])), 0
     while engine.n_unfinished:
         if n_calls == at:
-            engine.set_version(1)
+            engine.set_version(len(weights) - 1)
             engine.free(slots[1])
-        for out in engine.generate(weights[n_calls >= at]):
+        for out in engine.generate(weights[-1 if n_calls >= at else 0]):
             found[out.slot, out.version][0].extend(out.tokens.tolist())
             found[out.slot, out.version][1].extend(out.logp.tolist())
         n_calls += 1
@@ -261,6 +262,13 @@ def test_rounds_that_are_dispatched_ahead_change_no_result_and_old_weights_none(
     monkeypatch.setattr(PagedEngine, "_dispatch_next", lambda *_: None)
     assert results == generated_in_turns(make_engine(cfg), weights, at=3)
     assert {version for _, version in results} == {0, 1}
+
+
+def test_rounds_after_a_cancelled_sequence_leave_the_pages_of_others(llama, monkeypatch):
+    cfg, params = llama
+    results = generated_in_turns(make_engine(cfg), [params], at=3)
+    monkeypatch.setattr(PagedEngine, "_dispatch_next", lambda *_: None)
+    assert results == generated_in_turns(make_engine(cfg), [params], at=3)
 
 
 def test_a_round_with_a_stop_string_is_read_before_the_next_one(llama):
