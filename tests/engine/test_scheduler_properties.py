@@ -200,8 +200,10 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data):
         slot = data.draw(st.sampled_from(sorted(self.unfinished)))
+        runs = any(seq.slot == slot for seq in self.s.running)
         self.s.free(slot)
         del self.unfinished[slot]
+        assert not (runs and self.s.can_extend(1))  # its row must leave the batch
 
     @rule(version=st.integers(0, 2))
     def publish_weights(self, version):
