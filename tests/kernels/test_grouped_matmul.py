@@ -84,7 +84,11 @@ def test_a_layer_of_a_stack_gives_the_product_of_its_matrices(name, groups):
 
 
 @pytest.mark.parametrize(
-    ("n_rows", "F", "groups"), [(300, 40, (0, 7, 190, 0, 40, 1)), (5, 128, (5, 0, 0, 0, 0, 0))]
+    ("n_rows", "F", "groups"),
+    [
+        pytest.param(300, 40, (0, 7, 190, 0, 40, 1), marks=pytest.mark.thorough),
+        (5, 128, (5, 0, 0, 0, 0, 0)),
+    ],
 )
 def test_the_tpu_kernel_of_a_stack_reads_no_memory_that_it_has_not_written(n_rows, F, groups):
     """Emulated with a TPU's memories, which start with NaN; the last tile of rows is partial."""
@@ -124,6 +128,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows():
     np.testing.assert_array_equal(many[97:], shifted)
 
 
+@pytest.mark.thorough
 def test_several_tiles_of_rows_columns_and_depth():
     """Groups and matrices of more than one tile, none of them a multiple of its size."""
     M, D, F, sizes = 700, 200, 150, jnp.array([290, 0, 350])

@@ -76,6 +76,7 @@ def test_zero_1_takes_the_same_steps_with_half_the_optimizer_state_on_a_device()
     assert shared == (held - WHOLE) / 2 + WHOLE
 
 
+@pytest.mark.thorough
 def test_zero_2_shares_the_gradients_as_well():
     (state, sums), (copies, want_sums) = stepped(2), stepped(0)
     assert_close(state, copies)

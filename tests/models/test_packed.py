@@ -113,7 +113,7 @@ CHUNKED = {
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("case", graded(CHUNKED, default=["tensor"], thorough=[]))
+@pytest.mark.parametrize("case", graded(CHUNKED, default=["one device"], thorough=["tensor"]))
 def test_mlps_in_chunks_give_the_same_logits_and_gradients(case):
     """The logits bit by bit without adapters; the gradients up to the order of sums."""
     case = CHUNKED[case]

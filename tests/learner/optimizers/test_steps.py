@@ -144,10 +144,7 @@ def test_blocks_of_a_tables_rows_take_the_step_of_the_table(kind, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "model"),
-    graded(
-        [(kind, model) for kind in ("adamw int8", "muon") for model in (LISTED, STACKED)],
-        default=[("muon", LISTED)],
-    ),
+    graded([(kind, model) for kind in ("adamw int8", "muon") for model in (LISTED, STACKED)]),
 )
 def test_blocks_of_layers_take_the_step_of_all_layers(kind, model, monkeypatch):
     """One layer and a sixth of a table at a time."""

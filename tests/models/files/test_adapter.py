@@ -58,7 +58,7 @@ def load(name, folder=None, *, stacked=False, **changes):
     ("name", "stacked"),
     graded(
         itertools.product((*MODELS, *DORA, *EXPERTS, *TABLES), (False, True)),
-        default=[("qwen2_dora", False), ("llama_tables", False)],
+        default=[("llama_tables", False)],
         thorough=[
             *((name, False) for name in (*MODELS, *DORA, "mixtral_experts")),
             ("qwen3_moe", True),

@@ -118,7 +118,6 @@ def test_a_scan_of_the_engine_slices_only_experts_that_it_gathers(sizes, whole):
             ("", "pissa", dict(expert=2, tensor=2)),
             ("int8", "default", dict(expert=4)),
         ],
-        default=[("", "default", {})],
     ),
 )
 def test_experts_in_the_stack_give_the_bits_of_sliced_ones(dtype, init, sizes, monkeypatch):
