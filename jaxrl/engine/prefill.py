@@ -183,6 +183,18 @@ class PrefillPlanner:
             self.pool.release(pages)
             raise
 
+    def n_reached(self, n_tokens: int, found: CachedPrefix, work: PrefillWork) -> int:
+        """Tokens that `prefill` computes within the row budget: all, or those of full pages."""
+        page_len, n_rows = self.pool.page_len, work.row_budget
+        reached, border = found.start + n_rows * self.row_len, found.n_shared * page_len
+        if self.states is not None and found.start < border < min(n_tokens, reached):
+            n_rows -= self._n_rows(border - found.start)  # the state at the border ends a row
+            reached = border + n_rows * self.row_len
+        return n_tokens if n_tokens <= reached else reached // page_len * page_len
+
+    def _n_rows(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.row_len)
+
     def shorten(self, found: CachedPrefix, n_pages: int) -> CachedPrefix:
         """The same with the first `n_pages` pages, more than `start` needs; releases the others."""
         rest = found.pages[n_pages:]
@@ -230,12 +242,15 @@ class PrefillPlanner:
     ) -> None:
         """The rows from the state that was found to the sequence's own, by way of snapshots."""
         source, start, state = found.source, found.start, found.state
-        border = found.n_cached // self.pool.page_len * self.pool.page_len
-        if start < border < len(tokens) and (snapshot := self._snapshot_slot(work)):
+        border = found.n_shared * self.pool.page_len
+        if start < border < len(tokens):
             # Another prefix has the pages until here: more may follow.
-            self._add_rows(tokens[:border], start, found, work, adapter, source, snapshot)
-            self.keep_state(snapshot, tokens[:border], found.pages, adapter, work)
-            source, start = snapshot, border
+            snapshot = self._snapshot_slot(work)
+            target = snapshot or state
+            self._add_rows(tokens[:border], start, found, work, adapter, source, target)
+            if snapshot:
+                self.keep_state(snapshot, tokens[:border], found.pages, adapter, work)
+            source, start = target, border
         if start < len(tokens):
             snapshot = self._snapshot_slot(work) if snapshot_at_end else 0
             self._add_rows(tokens, start, found, work, adapter, source, snapshot or state)
@@ -261,7 +276,8 @@ class PrefillPlanner:
         if start < len(tokens):
             tables = self._tables(found)
             work.chunks.append(PrefillChunk(tokens[start:], start, tables, adapter, source, target))
-            work.row_budget -= -(-(len(tokens) - start) // self.row_len)
+            work.row_budget -= self._n_rows(len(tokens) - start)
+            assert work.row_budget >= 0, "prefill exceeds the row budget of its dispatch"
 
     def _tables(self, found: CachedPrefix) -> dict[int, list[int]]:
         """The page tables of prefill, which writes to no page that is shared."""

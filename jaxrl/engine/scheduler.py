@@ -396,8 +396,9 @@ class Scheduler:
             found = self._prefill.allocate(tokens, adapter, n_tokens=n_tokens, work=work)
         except OutOfPages:
             return False
-        if len(tokens) - found.start > work.row_budget * self.row_len:
-            self._prefill_chunk(seq, found, work)
+        n_reached = self._prefill.n_reached(len(tokens), found, work)
+        if n_reached < len(tokens):
+            self._prefill_chunk(seq, tokens[:n_reached], found, work)
             return True
         self.n_cached_tokens += max(found.start - seq.n_chunk_tokens, 0)
         self._prefill.prefill(tokens, found, work, adapter)
@@ -407,15 +408,15 @@ class Scheduler:
         self.running.append(self.waiting.popleft())
         return True
 
-    def _prefill_chunk(self, seq: Sequence, found: CachedPrefix, work: PrefillWork) -> None:
-        """Prefills as many tokens as the budget allows, in full pages, which stay in the tree.
+    def _prefill_chunk(
+        self, seq: Sequence, chunk: np.ndarray, found: CachedPrefix, work: PrefillWork
+    ) -> None:
+        """Prefills the first tokens of a sequence, in full pages, which stay in the tree.
 
-        The state after them becomes a snapshot.
+        They are more than found. The state after them becomes a snapshot.
         """
-        # More than found.
-        n = (found.start + work.row_budget * self.row_len) // self.pool.page_len
-        found = self._prefill.shorten(found, n)
-        chunk, adapter = seq.cached_tokens()[: n * self.pool.page_len], seq.request.adapter
+        found = self._prefill.shorten(found, len(chunk) // self.pool.page_len)
+        adapter = seq.request.adapter
         self._prefill.prefill(chunk, found, work, adapter, snapshot_at_end=False)
         if self.states is not None:
             self._prefill.keep_state(found.state, chunk, found.pages, adapter, work)

@@ -6,6 +6,7 @@ import pytest
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import OutOfPages, PagePool, PrefixMatch
 from jaxrl.engine.scheduler import DispatchPlan, Scheduler
+from jaxrl.engine.states import StateSlots
 
 PAGE, ROW = 4, 8  # tokens of a page, and of a prefill row
 
@@ -15,7 +16,13 @@ def request(tokens, max_tokens: int, sample: int = 0) -> Request:
 
 
 def scheduler(
-    n_pages: int, *, max_num_seqs: int = 4, steps: int = 8, max_len: int = 64, n_rows: int = 100
+    n_pages: int,
+    *,
+    max_num_seqs: int = 4,
+    steps: int = 8,
+    max_len: int = 64,
+    n_rows: int = 100,
+    states: StateSlots | None = None,
 ):
     return Scheduler(
         PagePool(n_pages, PAGE),
@@ -24,6 +31,7 @@ def scheduler(
         max_len=max_len,
         row_len=ROW,
         rows_per_dispatch=n_rows,
+        states=states,
     )
 
 
@@ -286,3 +294,23 @@ def test_pages_of_one_adapter_match_no_other_adapter():
     for own in pages:
         pool.release(own)
     assert pool.allocate(8) and pool.match_prefix(tokens, 1) == PrefixMatch([])  # all evicted
+
+
+def test_rows_that_end_at_a_state_count_in_the_row_budget():
+    """A prompt whose first page is cached without the state after it is split there."""
+    s = scheduler(16, n_rows=1, states=StateSlots(13))
+    shared = [1, 1, 1, 1]
+    s.submit(request([*shared, 2, 2, 2, 2, 9], 8))
+    s.plan(limit_prefill=True)
+    s.submit(request([*shared, 3, 3, 3, 3, 9], 8))
+    s.submit(request([4] * 9, 8))
+    chunks = []
+    for _ in range(3):
+        plan = s.plan(limit_prefill=True)
+        assert plan.full
+        chunks.append([(c.tokens.tolist(), c.start, c.source) for c in plan.prefill.chunks])
+    # One row of 8 tokens would hold the second prompt, but with the split it takes two.
+    ((first, start, source),), ((second, second_start, second_source),), third = chunks
+    assert (first, start, source) == (shared, 0, 0)
+    assert (second, second_start) == ([3] * 4, 4) and second_source != 0
+    assert third == [([4] * 8, 0, 0)]
