@@ -19,7 +19,8 @@ from jaxrl.kernels.paged_attention.triton import paged_attention_triton
 from jaxrl.kernels.quantized import quantize
 from sharding import DECODE, make_mesh
 
-SINKS = np.linspace(-2.0, 3.0, 6, dtype=np.float32)  # of six heads
+SINKS = jnp.linspace(-2.0, 3.0, 6)  # of six heads
+
 
 def paged_problem(N, K, H, *, B=3, S=192, page_len=64, dtype=jnp.float32):
     """q, k, v [B, S, ...], the pools that hold k and v in scattered pages, and the page table."""

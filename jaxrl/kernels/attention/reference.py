@@ -1,6 +1,5 @@
 """Reference packed attention: the full [T, T] score matrix in float32."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

@@ -87,7 +87,7 @@ def join_experts(tensors: Iterable[Tensor]) -> list[Tensor]:
         if (found := ONE_EXPERT.fullmatch(tensor.name)) is None:
             others.append(tensor)
             continue
-        stem, expert, part, kind = found.groups()
+        stem, _, part, kind = found.groups()
         fused = next(name for name, parts in FUSED_EXPERTS.items() if part in parts)
         name = f"{stem}.{fused}" + ("_bias" if kind == "bias" else "")
         apart.setdefault(name, []).append(tensor)

@@ -18,7 +18,7 @@ from jaxrl.json_text import read_object
 from jaxrl.models.files.fused_experts import has_interleaved_experts, separate_experts
 from jaxrl.models.files.quantized.pairing import pair_tensors
 from jaxrl.models.files.quantized.scheme import folder_scheme
-from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor, read_tensor
+from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.safetensors import FLOATS, TensorInfo, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

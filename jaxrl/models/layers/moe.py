@@ -33,7 +33,10 @@ HF_NAMES = {
         ("w1", "w3", "w2"),
     ),
 }
-WITHOUT_ADAPTERS = ("qwen3_5_moe", "gpt_oss")  # PEFT reads no adapters of the experts of these models
+WITHOUT_ADAPTERS = (
+    "qwen3_5_moe",
+    "gpt_oss",
+)  # PEFT reads no adapters of the experts of these models
 
 BIAS_AXES: dict[str, Axes] = {
     "gate": ("experts", "ffw"),
