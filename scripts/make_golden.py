@@ -318,6 +318,26 @@ MODELS = {
             rope_parameters=dict(rope_type="default", rope_theta=300.0, partial_rotary_factor=0.5),
         ),
     ),
+    "gpt_oss": (
+        "GptOss",
+        dict(
+            num_hidden_layers=4,
+            head_dim=16,
+            sliding_window=6,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_limit=1.5,  # below many of the values
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=300.0,
+                factor=4.0,
+                beta_fast=4.0,
+                original_max_position_embeddings=16,
+                truncate=False,
+            ),
+            **SMALL,
+        ),
+    ),
 }
 WITH_TEXT_CONFIG = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")  # the other class includes images
 SCORED = ("llama", "qwen2", "gemma3")

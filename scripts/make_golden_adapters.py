@@ -35,6 +35,7 @@ TARGETS = {  # of checkpoints with other layers
     "qwen3_next": QWEN3_NEXT,
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "glm4": [*ATTENTION, "gate_up_proj", "down_proj"],
+    "gpt_oss": ATTENTION,  # its experts are in one tensor
     "starcoder2": [*ATTENTION, "c_fc", "c_proj"],
 }
 # Checkpoints without an adapter: their linear layers are those of others.

@@ -513,6 +513,21 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
             [{}, dict(num_nextn_predict_layers=0), May(sliding_window=5)],
         ],
     ),
+    "gpt_oss": (
+        dict(head_dim=8),
+        [
+            *(ROPES, EPS, TIED, HEADS, NOTES, BIAS, EXPERTS),
+            [{}, dict(hidden_act="silu"), May(hidden_act="gelu_new")],
+            [dict(num_local_experts=4), dict(num_experts=3)],
+            [{}, dict(swiglu_limit=0.5), dict(swiglu_limit=2.0, swiglu_alpha=1.0)],
+            [
+                *({}, dict(sliding_window=5), dict(sliding_window=5, layer_types=MIXED)),
+                *(dict(sliding_window=9, layer_types=LOCAL), dict(layer_types=FULL)),
+                May(sliding_window=None),
+            ],
+            [{}, dict(router_aux_loss_coef=0.5, output_router_logits=False)],
+        ],
+    ),
 }
 
 

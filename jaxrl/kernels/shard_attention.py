@@ -20,22 +20,28 @@ def shard_attention(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None,
+    sinks: Float[Array, "N"] | None,
     rules: Rules,
 ) -> Float[Array, "B T N H"]:
-    """`attend(q, k, v, segments, window, visibility)` on each device's shard of packed rows."""
+    """`attend(q, k, v, segments, window, visibility, sinks)` on each device's shard of rows."""
     heads, kv_heads = (rules.spec("batch", None, h, None) for h in ("heads", "kv_heads"))
     rows = rules.spec("batch", None)
     local = jax.shard_map(
         attend,
-        in_specs=(heads, kv_heads, kv_heads, rows, jax.P(), rows),
+        in_specs=(heads, kv_heads, kv_heads, rows, jax.P(), rows, rules.spec("heads")),
         out_specs=heads,
         check_vma=False,
     )
     q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
     window = jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
     segments, visibility = jax.tree.map(lambda a: jax.reshard(a, rows), (segments, visibility))
-    out = local(q, k, v, segments, window, visibility)
+    out = local(q, k, v, segments, window, visibility, shard_sinks(sinks, rules))
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))
+
+
+def shard_sinks(sinks: Float[Array, "N"] | None, rules: Rules) -> Float[Array, "N"] | None:
+    """The sinks in float32, sharded as the query heads are."""
+    return None if sinks is None else jax.reshard(sinks.astype(jnp.float32), rules.spec("heads"))
 
 
 def shard_paged_attention(
@@ -47,16 +53,16 @@ def shard_paged_attention(
     positions: Int[Array, "B T"],
     *,
     window: int | Int[Array, ""],
+    sinks: Float[Array, "N"] | None,
     rules: Rules,
 ) -> Float[Array, "B T N H"]:
-    """`attend(q, k_pages, v_pages, page_table, positions, window)` on each device's shard."""
+    """`attend(q, k_pages, v_pages, page_table, positions, window, sinks)` on each shard."""
     heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
     pool = rules.spec(None, "kv_heads")
-    local = jax.shard_map(
-        attend, in_specs=(heads, pool, pool, rows, rows, jax.P()), out_specs=heads, check_vma=False
-    )
+    in_specs = heads, pool, pool, rows, rows, jax.P(), rules.spec("heads")
+    local = jax.shard_map(attend, in_specs=in_specs, out_specs=heads, check_vma=False)
     q, window = jax.reshard(q, heads), jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
     table, positions = jax.reshard(page_table, rows), jax.reshard(positions, rows)
     k_pages, v_pages = jax.reshard(k_pages, pool), jax.reshard(v_pages, pool)
-    out = local(q, k_pages, v_pages, table, positions, window)
+    out = local(q, k_pages, v_pages, table, positions, window, shard_sinks(sinks, rules))
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))

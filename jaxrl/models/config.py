@@ -97,6 +97,7 @@ class AttentionConfig:
     qk_norm: bool = False  # of every head of queries and keys, before the rotation
     joint_norm: bool = False  # the norm of queries is one of all heads, and so is that of keys
     gate: bool = False  # the output is multiplied by sigmoid(gate), a second half of q_proj
+    sinks: bool = False  # a logit of every head in its softmax, without a value
     scale: float | None = None  # of the scores; None: H ** -0.5
     softcap: float | None = None  # of the scores
 
@@ -159,6 +160,14 @@ class GatedDeltaNetConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ClampedGLU:
+    """g sigmoid(alpha g) (u + 1) with the gate g at most `limit`, and u in [-limit, limit]."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+
+@dataclasses.dataclass(frozen=True)
 class MLPConfig:
     """Feed-forward network of one layer, F wide, with a gate in most families."""
 
@@ -212,7 +221,8 @@ class MoEConfig:
     E: int
     router: RouterConfig
     F: int
-    act: str = "silu"
+    act: str | ClampedGLU = "silu"
+    bias: bool = False  # of the router's logits and of every expert's products
     shared_F: int = 0  # width of the shared expert; 0 = none
     shared_gate: bool = True  # the shared expert's output is multiplied by a sigmoid of its gate
     names: str = "qwen3_moe"  # of the tensors in files: key of HF_NAMES in layers/moe.py
@@ -383,7 +393,7 @@ def uniform_decoder(
     ffn: MLPConfig | MoEConfig = MLPConfig(F, act, mlp_bias, mlp_gated, mlp_fused)
     if E:
         router = RouterConfig(top_k, norm=norm_topk)
-        ffn = MoEConfig(E, router, F_expert, act, shared_F, names=family)
+        ffn = MoEConfig(E, router, F_expert, act, shared_F=shared_F, names=family)
         model["dense_F"] = F
     layers = []
     for window in windows or (0,) * L:

@@ -173,7 +173,7 @@ class PackedRows:
     implementation: str | None
     align: int = 1  # segments begin at, and share prefixes of, multiples of so many tokens
 
-    def attend(self, q, k, v, spec: AttentionSpec, window, index, state):
+    def attend(self, q, k, v, spec: AttentionSpec, window, index, state, sinks=None):
         attend = ring_attention if self.rules.ring else attention
         out = attend(
             q,
@@ -183,6 +183,7 @@ class PackedRows:
             segments=self.segments,
             window=window,
             visibility=self.visibility,
+            sinks=sinks,
             implementation=self.implementation,
         )
         return out, state

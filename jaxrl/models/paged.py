@@ -138,7 +138,7 @@ class PagedRows:
     implementation: str | None  # of paged attention
     step: str  # implementation of gated_delta_step
 
-    def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache):
+    def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache, sinks=None):
         k_pages, v_pages, first = state.layer_pages(index, self.rules)
         new = zip(
             self.groups, self._by_group(k, "kv_heads"), self._by_group(v, "kv_heads"), strict=True
@@ -165,6 +165,7 @@ class PagedRows:
                     page_table=of_layer(group.pages, window, index, state) + first,
                     positions=group.positions,
                     window=window,
+                    sinks=sinks,
                     implementation=self.implementation,
                 )
             outs.append(out)

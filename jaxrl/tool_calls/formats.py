@@ -9,6 +9,8 @@ deepseek  <｜tool▁call▁begin｜>...<｜tool▁call▁end｜>: "function<｜
           arguments in a code block (V3, R1), or "name<｜tool▁sep｜>{...}" (V3.1)
 qwen3_coder  <tool_call> with XML in it, <function=name> and <parameter=key>, once per call
           (Qwen3-Coder, Qwen3.5); the tool's schema gives the types of the arguments
+harmony   a message to a function, <|channel|>commentary to=functions.name <|constrain|>json
+          <|message|>{...}<|call|>, or with its receiver before the channel (gpt-oss)
 """
 
 import dataclasses
@@ -37,6 +39,7 @@ class ToolFormat:
     bare: bool = False  # the whole turn may be a call without markers
     texts: bool = False  # arguments are text; the tool's schema gives their types
     call_end: Callable[[str], CallEnd | XmlCallEnd] = CallEnd  # finds the end, by its marker
+    other_opening: str = ""  # in place of `opening`
 
 
 def read_hermes(text: str) -> list[Any]:
@@ -77,6 +80,14 @@ def read_deepseek(text: str) -> list[Any]:
     return [{"name": name.strip(), "arguments": arguments}]
 
 
+def read_harmony(text: str) -> list[Any]:
+    """One call: the name, perhaps a channel and the type of the arguments, and the arguments."""
+    header, separator, arguments = text.partition("<|message|>")
+    if not separator:
+        raise ValueError("<|message|> is missing")
+    return [{"name": re.split(r"\s|<\|", header, maxsplit=1)[0], "arguments": arguments}]
+
+
 FORMATS = {
     f.name: f
     for f in (
@@ -97,6 +108,14 @@ FORMATS = {
             read_xml,
             texts=True,
             call_end=XmlCallEnd,
+        ),
+        ToolFormat(
+            "harmony",
+            "<|channel|>commentary to=functions.",
+            "<|call|>",
+            read_harmony,
+            ignored=("<|start|>assistant",),
+            other_opening="<|start|>assistant to=functions.",
         ),
     )
 }
@@ -120,6 +139,8 @@ def tool_format(template: str, name: str = "auto") -> ToolFormat:
         if name in FORMATS:
             return FORMATS[name]
         raise ValueError(f"the tool format {name!r} is not one of auto, {', '.join(FORMATS)}")
+    if FORMATS["harmony"].closing in template and "functions." in template:
+        return FORMATS["harmony"]
     if "<function=" in template:
         if "<parameter=" in template and "<tool_call>" in template:
             return FORMATS["qwen3_coder"]

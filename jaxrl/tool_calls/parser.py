@@ -56,7 +56,9 @@ class ToolParser:
     ):
         self._format, self._ids = tool_format, ids or call_ids()
         self._tools = tools
-        self._markers = (tool_format.opening, *tool_format.ignored)
+        self._openings = tuple(filter(None, (tool_format.opening, tool_format.other_opening)))
+        self._opening = ""  # of the present call
+        self._markers = (*self._openings, *tool_format.ignored)
         self._marker = re.compile("|".join(map(re.escape, self._markers)))
         self._mode = "thought" if in_thought else "start"  # or "content", "call", "bare"
         self._text, self._at = "", 0  # not yet returned, and how far it has been read
@@ -124,9 +126,13 @@ class ToolParser:
             self._take_all(content, self._markers, final=final)
             return False
         self._take(content, found.start())
+        unread = self._text[self._at :]
+        longer = any(m != unread and m.startswith(unread) for m in self._markers)
+        if longer and not final:
+            return False
         self._at = found.end()
-        if found[0] == self._format.opening:
-            self._mode = "call"
+        if found[0] in self._openings:
+            self._mode, self._opening = "call", found[0]
             self._call_end = self._format.call_end(self._format.closing or self._format.opening)
         elif not self._after_call:
             self._held += found[0]
@@ -141,7 +147,7 @@ class ToolParser:
         closing = self._format.closing if end >= 0 else ""
         self._at += len(body) + len(closing)
         self._mode = "content"
-        self._keep(body, f"{self._format.opening}{body}{closing}", content, attempts)
+        self._keep(body, f"{self._opening}{body}{closing}", content, attempts)
         return True
 
     def _read_bare(self, content: list[str], attempts: Attempts, *, final: bool) -> bool:

@@ -31,6 +31,8 @@ from jaxrl.models.files.hf_config import (
     config_to_hf,
 )
 from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.files.hf_save import in_file_order
+from jaxrl.models.files.safetensors import Tensor
 from jaxrl.models.files.tensor_shapes import expected_shapes
 from jaxrl.models.packed import forward_packed
 from scripts.pages import model_fields
@@ -64,6 +66,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(full_attention_interval=3),
     "glm4_moe": dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -139,8 +142,11 @@ def test_the_logits_of_a_config_are_those_of_transformers(
     name, golden_logits, tmp_path, one_device
 ):
     seed, json_config = CASES[name]["seed"], CASES[name]["config"]
-    shapes = expected_shapes(decoder_specs(config_from_hf(json_config)))
-    tensors = {key: seeded_tensor(seed, key, shape) for key, shape in shapes.items()}
+    cfg = config_from_hf(json_config)
+    shapes = expected_shapes(decoder_specs(cfg)).items()
+    stored = [Tensor(key, np.dtype(np.float32), shape, lambda: np.zeros(0)) for key, shape in shapes]
+    stored = in_file_order(stored, cfg)
+    tensors = {tensor.name: seeded_tensor(seed, tensor.name, tensor.shape) for tensor in stored}
     (tmp_path / "config.json").write_text(json.dumps(json_config))
     save_file(tensors, tmp_path / "model.safetensors")
     _, model = load_model(tmp_path, rules=TRAIN, stacked=True)
@@ -305,6 +311,9 @@ def test_an_unknown_field_is_refused_unless_it_is_off(model_type):
         ("glm4_moe", dict(n_group=4), "groups of one expert"),
         ("glm4_moe", dict(n_group=2, num_experts_per_tok=3), "3 experts per token of 1 groups"),
         ("glm4_moe", dict(n_shared_experts=0), "n_shared_experts is 0"),
+        ("gpt_oss", dict(sliding_window=None), "sliding_window is None"),
+        ("gpt_oss", dict(hidden_act="gelu"), "hidden_act is 'gelu'.*only silu"),
+        ("gpt_oss", dict(swiglu_limit=0), "swiglu_limit is 0"),
         ("gemma2", dict(sliding_window=None), "sliding_window is None"),
         ("gemma2", dict(hidden_activation="tanh"), "hidden_activation is 'tanh'"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
@@ -510,6 +519,17 @@ PUBLISHED = {  # entries other than sizes, as published models have them
     ),
     "mixtral": config(
         "mixtral", router_jitter_noise=0.0, router_aux_loss_coef=0.02, sliding_window=None
+    ),
+    "gpt-oss": config(
+        "gpt_oss",
+        architectures=["GptOssForCausalLM"],
+        experts_per_token=4,
+        initial_context_length=4096,
+        quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]),
+        rope_scaling=YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0),
+        rope_theta=150000,
+        router_aux_loss_coef=0.9,
+        swiglu_limit=7.0,
     ),
     "gemma 2": config(
         "gemma2",

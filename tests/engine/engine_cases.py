@@ -25,6 +25,7 @@ from jaxrl.models.config import (
     uniform_decoder,
 )
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.families import gpt_oss
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
 from sharding.rules import DECODE, TRAIN, Rules
@@ -52,6 +53,22 @@ FAMILIES = {
         "qwen3_moe", **SHAPE, E=8, top_k=3, F_expert=32, qk_norm=True, norm_topk=True
     ),
     "mixtral": uniform_decoder("mixtral", **SHAPE, E=4, top_k=2, F_expert=96),
+    "gpt_oss": gpt_oss.from_hf(
+        dict(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=96,
+            vocab_size=512,
+            max_position_embeddings=512,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=48,
+            swiglu_limit=0.5,
+        )
+    ),
 }
 # Gated DeltaNet, gated DeltaNet, attention: twice.
 _BLOCK = FAMILIES["qwen3"].layers[0]
@@ -65,13 +82,16 @@ SMALL = RolloutConfig(
 
 
 def make_params(cfg: DecoderConfig, scale: float = 4.0):
-    """Random weights, large enough that the distributions are far from uniform."""
+    """Random weights, large enough that the distributions are far from uniform.
+
+    Vectors, those of experts too, are moved from their defaults.
+    """
     params = init_params(jax.random.key(1), decoder_specs(cfg), TRAIN, jnp.float32)
     noise = jax.random.key(2)
-    return jax.tree.map(
-        lambda w: (
+    return jax.tree.map_with_path(
+        lambda path, w: (
             w * scale
-            if w.ndim > 1 + cfg.stacked
+            if w.ndim > 1 + cfg.stacked and ".bias" not in jax.tree_util.keystr(path)
             else w
             + jax.reshard(0.1 * jax.random.normal(noise, w.shape), jax.typeof(w).sharding.spec)
         ),

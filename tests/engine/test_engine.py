@@ -36,7 +36,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 
 CASES = [("llama", 0.7), *((family, 1.0) for family in FAMILIES)]
-THOROUGH = [(family, 1.0) for family in ("gemma3", "qwen2", "qwen3_moe", "mixtral")]
+THOROUGH = [(family, 1.0) for family in ("gemma3", "qwen2", "qwen3_moe", "mixtral", "gpt_oss")]
 
 
 @pytest.mark.bitwise

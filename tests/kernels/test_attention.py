@@ -40,17 +40,25 @@ def problem(N, K, H, *, T=220, lengths=LENGTHS, dtype=jnp.float32):
     return arrays, jnp.asarray(segments)
 
 
-def value_and_grad(attend, arrays, segments, *, window=0, softcap=None):
-    """Output and the gradients of its weighted sum into q, k, v."""
+def value_and_grad(
+    attend, arrays, segments, *, window=0, softcap=None, sinks=False, visibility=None
+):
+    """Output and the gradients of its weighted sum into q, k, v, and into sinks if there are any.
+
+    These are of both signs, from -2 to 3.
+    """
     *qkv, weight = arrays
     spec = AttentionSpec(arrays[0].shape[-1] ** -0.5, softcap, RULES)
+    inputs = [*qkv, jnp.linspace(-2.0, 3.0, qkv[0].shape[2])] if sinks else qkv
 
-    def loss(q, k, v):
-        out = attend(q, k, v, spec=spec, segments=segments, window=window)
+    def loss(q, k, v, sinks=None):
+        out = attend(
+            q, k, v, spec=spec, segments=segments, window=window, sinks=sinks, visibility=visibility
+        )
         return jnp.sum((out * weight).astype(jnp.float32)), out
 
-    grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
-    (_, out), grads = grad(*qkv)
+    grad = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(inputs))), has_aux=True))
+    (_, out), grads = grad(*inputs)
     return jax.device_get((out, *grads))
 
 
@@ -72,7 +80,7 @@ triton = functools.partial(attention_triton, interpret=True)
         pytest.param((9, 3, 64), dict(), marks=pytest.mark.thorough),
         # one query head per kv head, and a padded width
         pytest.param((4, 4, 16), dict(softcap=2.0), marks=pytest.mark.thorough),
-        pytest.param((8, 2, 32), dict(window=40), marks=pytest.mark.thorough),
+        ((8, 2, 32), dict(window=40, sinks=True)),
     ],
 )
 def test_values_and_gradients_equal_the_reference(one_device, heads, options):
@@ -87,6 +95,7 @@ def test_values_and_gradients_equal_the_reference(one_device, heads, options):
         ((4, 1, 128), dict(window=jnp.int32(70))),
         pytest.param((6, 2, 64), dict(), marks=pytest.mark.thorough),
         pytest.param((4, 4, 32), dict(window=40, softcap=2.0), marks=pytest.mark.thorough),
+        ((4, 2, 64), dict(window=jnp.int32(90), sinks=True)),
     ],
 )
 def test_splash_equals_the_reference(one_device, heads, options):
@@ -101,7 +110,7 @@ def test_splash_equals_the_reference(one_device, heads, options):
     [
         ((4, 1, 16), 128, 2, dict(window=jnp.int32(70), softcap=2.0)),
         pytest.param((6, 2, 32), 128, 1, dict(), marks=pytest.mark.thorough),
-        pytest.param((4, 1, 16), 64, 4, dict(window=40), marks=pytest.mark.thorough),
+        ((4, 1, 16), 64, 4, dict(window=40, sinks=True)),
     ],
 )
 def test_triton_equals_the_reference(one_device, monkeypatch, heads, block, together, options):

@@ -19,6 +19,8 @@ from jaxrl.kernels.paged_attention.triton import paged_attention_triton
 from jaxrl.kernels.quantized import quantize
 from sharding import DECODE, make_mesh
 
+SINKS = jnp.linspace(-2.0, 3.0, 6)  # of six heads
+
 
 def paged_problem(N, K, H, *, B=3, S=192, page_len=64, dtype=jnp.float32):
     """q, k, v [B, S, ...], the pools that hold k and v in scattered pages, and the page table."""
@@ -37,7 +39,7 @@ def paged_problem(N, K, H, *, B=3, S=192, page_len=64, dtype=jnp.float32):
     return (q, k, v), write(pool, pool, k, v, table, places), table
 
 
-def paged(pools, *, implementation=None, window=0, softcap=None):
+def paged(pools, *, implementation=None, window=0, softcap=None, sinks=None):
     """Jitted attention over the pools: (q, page table, positions) -> out."""
 
     @jax.jit
@@ -49,6 +51,7 @@ def paged(pools, *, implementation=None, window=0, softcap=None):
             page_table=table,
             positions=positions,
             window=window,
+            sinks=sinks,
             implementation=implementation,
         )
 
@@ -58,12 +61,12 @@ def paged(pools, *, implementation=None, window=0, softcap=None):
 @pytest.mark.parametrize(
     ("page_len", "options"),
     [
-        (128, dict(window=70, softcap=3.0)),
+        (128, dict(window=70, softcap=3.0, sinks=SINKS)),
         pytest.param(64, dict(window=70, softcap=3.0), marks=pytest.mark.thorough),
         *(
             pytest.param(page_len, options, marks=pytest.mark.thorough)
             for page_len in (64, 128)
-            for options in (dict(), dict(window=jnp.int32(40)))
+            for options in (dict(), dict(window=jnp.int32(40), sinks=SINKS))
         ),
     ],
 )
@@ -83,6 +86,7 @@ def test_columns_equal_the_reference(one_device, page_len, options):
     ("heads", "page_len", "options"),
     [
         ((2, 2, 128), 128, dict(window=jnp.int32(70), softcap=3.0)),
+        ((6, 2, 128), 64, dict(sinks=SINKS)),
         pytest.param((6, 2, 128), 64, dict(), marks=pytest.mark.thorough),
     ],
 )
@@ -97,6 +101,7 @@ def test_kernels_equal_the_reference(one_device, monkeypatch, kernel, heads, pag
     spec, window = AttentionSpec(0.15, options.get("softcap"), DECODE), options.get("window", 0)
     for queries, positions in [(q[:, :48], chunk), (q[:, :1], [[639], [64], [-1], [511]])]:
         how = dict(page_table=table, positions=jnp.asarray(positions, jnp.int32), window=window)
+        how["sinks"] = options.get("sinks")
         want, got = (
             jax.jit(functools.partial(attend, spec=spec, **how))(queries, *pools)
             for attend in (

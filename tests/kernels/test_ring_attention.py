@@ -37,12 +37,14 @@ def problem(N, K, H, *, dtype=jnp.float32, lengths=LENGTHS, T=T):
     return [np.asarray(a) for a in arrays], segments
 
 
-def value_and_grad(attend, rules: Rules, mesh: dict, arrays, segments, *, window=0, softcap=None):
-    """Output and gradients of its weighted sum, in the original token order."""
+def value_and_grad(
+    attend, rules: Rules, mesh: dict, arrays, segments, *, window=0, softcap=None, sinks=None
+):
+    """Output and gradients of its weighted sum, in the original token order; then of the sinks."""
     spec = AttentionSpec(arrays[0].shape[-1] ** -0.5, softcap, rules)
 
-    def loss(q, k, v, weight, segments):
-        out = attend(q, k, v, spec=spec, segments=segments, window=window)
+    def loss(q, k, v, sinks, weight, segments):
+        out = attend(q, k, v, spec=spec, segments=segments, window=window, sinks=sinks)
         return jnp.sum((out * weight).astype(jnp.float32)), out
 
     with jax.set_mesh(make_mesh(**mesh)):
@@ -54,9 +56,10 @@ def value_and_grad(attend, rules: Rules, mesh: dict, arrays, segments, *, window
                 (*arrays, segments), (*specs, rules.spec("batch", "time")), strict=True
             )
         ]
-        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
-        (_, out), grads = grad(*inputs)
-        return [in_order(row_order, np.asarray(x), rules) for x in (out, *grads)]
+        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+        (_, out), (*grads, d_sinks) = grad(*inputs[:3], sinks, *inputs[3:])
+        rows = [in_order(row_order, np.asarray(x), rules) for x in (out, *grads)]
+        return rows if sinks is None else [*rows, np.asarray(d_sinks)]
 
 
 def in_order(order, array, rules):
@@ -74,7 +77,7 @@ def assert_close(got, want, tol=1e-5):
 
 reference = functools.partial(attention, implementation="reference")
 one = functools.partial(value_and_grad, reference, TRAIN, {})
-OPTIONS = dict(window=jnp.int32(200), softcap=5.0)
+OPTIONS = dict(window=jnp.int32(200), softcap=5.0, sinks=np.linspace(-2, 3, 4, dtype=np.float32))
 
 
 @pytest.fixture(scope="module")

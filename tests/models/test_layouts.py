@@ -23,7 +23,7 @@ from sharding import DECODE, TENSOR, TRAIN, make_mesh
 from tests.marks import graded
 
 GOLDEN = Path(__file__).parent / "golden"
-EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe"]
+EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", *EXPERTS]
 OTHER_LAYERS = ["olmo2", "phi3", "starcoder2"]  # joint norms, fused projections, a plain MLP
 MESHES = {
@@ -50,12 +50,13 @@ QUICK = graded(
         *((family, "hsdp_tensor") for family in OTHER_LAYERS),
         ("glm4_moe", "fsdp_expert_tensor"),
         ("glm4_moe", "replica_expert"),
+        ("gpt_oss", "fsdp_expert_tensor"),
     ],
     default=[("llama", "hsdp_tensor")],
     thorough=[
         ("gemma2", "hsdp_tensor"), ("qwen2", "fsdp_tensor"), ("mixtral", "fsdp_expert_tensor"),
         ("olmo2", "hsdp_tensor"), ("phi3", "hsdp_tensor"), ("starcoder2", "hsdp_tensor"),
-        ("glm4_moe", "fsdp_expert_tensor"),
+        ("glm4_moe", "fsdp_expert_tensor"), ("gpt_oss", "fsdp_expert_tensor"),
     ],
 )  # fmt: skip
 

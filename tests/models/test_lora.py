@@ -222,6 +222,9 @@ def test_adapters_of_experts_that_peft_does_not_read_are_refused():
     lora = adapters(LoRAConfig(rank=2, target_modules=("up_proj",)), decoder)
     with pytest.raises(ValueError, match=r"PEFT reads none of qwen3_5_moe.*shared_expert.up_proj"):
         decoder_specs(dataclasses.replace(decoder, lora=lora))
+    decoder = resized(MIXTURE, family="gpt_oss")
+    with pytest.raises(ValueError, match=r"PEFT reads none of gpt_oss.*target_modules$"):
+        decoder_specs(dataclasses.replace(decoder, lora=lora))
 
 
 def test_experts_have_adapters_if_they_are_named():

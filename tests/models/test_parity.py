@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl.learner.router import balance_loss
-from jaxrl.models.config import MoEConfig, Rope
+from jaxrl.models.config import ClampedGLU, LayerConfig, MoEConfig, Rope
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.packed import forward_packed, forward_routed
@@ -26,7 +26,7 @@ from tests.models.resized import resized
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe"}
-FAMILIES |= {"qwen3_5", "qwen3_next", "cohere2", "glm4", "glm4_moe"}
+FAMILIES |= {"qwen3_5", "qwen3_next", "cohere2", "glm4", "glm4_moe", "gpt_oss"}
 
 
 def golden(name: str) -> tuple[jax.Array, np.ndarray]:
@@ -75,7 +75,7 @@ def test_packed_segments_give_the_logits_of_single_rows(name, one_device):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen3_moe", "qwen3_moe_plain", "qwen3_5_moe", "qwen3_next"]
+    "name", ["mixtral", "qwen3_moe", "qwen3_moe_plain", "qwen3_5_moe", "qwen3_next", "gpt_oss"]
 )
 def test_the_load_balancing_loss_is_that_of_transformers(name, one_device):
     """Also for packed rows with padding; torch computed two separate rows of 40 tokens."""
@@ -158,6 +158,32 @@ def test_the_checkpoint_of_glm_depends_on_each_field_of_its_router(plain, one_de
     ffn = dataclasses.replace(ffn, router=dataclasses.replace(ffn.router, **plain))
     layers = (cfg.layers[0], *(dataclasses.replace(layer, ffn=ffn) for layer in cfg.layers[1:]))
     other = restrict(model, dataclasses.replace(cfg, layers=layers))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits = packed_logits(other, tokens, jnp.ones_like(tokens), positions)
+    assert np.abs(np.asarray(logits) - expected).max() > 0.05
+
+
+GPT_OSS = {
+    "sinks": (dict(sinks=False), {}),
+    "limit": ({}, dict(act=ClampedGLU(limit=7.0))),
+    "alpha": ({}, dict(act=ClampedGLU(limit=1.5, alpha=1.0))),
+    "bias": ({}, dict(bias=False)),
+}
+
+
+@pytest.mark.parametrize("name", graded(GPT_OSS, default=["sinks"]))
+def test_the_checkpoint_of_gpt_oss_depends_on_each_of_its_fields(name, one_device):
+    tokens, expected = golden("gpt_oss")
+    cfg, model = load_model(GOLDEN / "gpt_oss", rules=TRAIN)
+    mixer, ffn = GPT_OSS[name]
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        attention = dataclasses.replace(layer.mixer, **mixer)
+        return dataclasses.replace(
+            layer, mixer=attention, ffn=dataclasses.replace(layer.ffn, **ffn)
+        )
+
+    other = restrict(model, dataclasses.replace(cfg, layers=tuple(map(changed, cfg.layers))))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     logits = packed_logits(other, tokens, jnp.ones_like(tokens), positions)
     assert np.abs(np.asarray(logits) - expected).max() > 0.05

@@ -27,6 +27,15 @@ QWEN3_CODER = (
     "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
     "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
 )
+HARMONY = (
+    '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>'
+    "<|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>"
+)
+HARMONY_RECEIVER_FIRST = (
+    "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>"
+    '{"a": 1, "b": 2}<|call|>'
+    "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}"
+)
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -62,6 +71,8 @@ PARALLEL = {  # each calls add(a=1, b=2), then now()
         '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]now{}',
     ),
     "qwen3_coder": ("qwen3_coder", QWEN3_CODER),
+    "harmony": ("harmony", HARMONY),
+    "harmony with the receiver first": ("harmony", HARMONY_RECEIVER_FIRST),
     "deepseek": ("deepseek", DEEPSEEK),
     "deepseek 3.1": ("deepseek", DEEPSEEK_V31),
 }
@@ -161,6 +172,24 @@ def test_ids_of_the_model_are_kept():
     assert listed == named and listed.calls[0] == ToolCall("f", {}, "abc123def")
 
 
+@pytest.mark.parametrize("size", [1, 5, 400])
+def test_a_turn_of_harmony_keeps_its_reasoning_as_text(size):
+    thought = "<|channel|>analysis<|message|>I call to=functions.add.<|end|>"
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": "<|call|>"}'
+    answer = "<|channel|>final<|message|>It is 3."
+    parser = ToolParser(FORMATS["harmony"])
+    text = f"{thought}<|start|>assistant{call}"  # without <|call|>, which ends the response
+    parts = [parser.add(text[i : i + size]) for i in range(0, len(text), size)] + [parser.finish()]
+    assert "".join(part.content for part in parts) == thought
+    found = [attempt for part in parts for attempt in part.attempts]
+    assert found == [ToolCall("add", {"a": "<|call|>"}, "call00000")]
+    text = f"{thought}<|start|>assistant{answer}"
+    turn = parse(text, "harmony")
+    assert (turn.content, turn.attempts) == (text, ())
+    (malformed,) = parse("<|start|>assistant to=functions.add {}", "harmony").malformed
+    assert malformed.reason == "<|message|> is missing"
+
+
 def test_a_call_in_the_forms_of_templates_and_of_the_api():
     call = ToolCall("f", {"city": "Zürich"}, "call00000")
     assert template_form(call)["function"]["arguments"] == {"city": "Zürich"}
@@ -175,6 +204,7 @@ def test_the_format_follows_from_the_chat_template():
         "hermes": "in <tool_call></tool_call> tags",
         "llama3": llama,
         "mistral": '{{ "[TOOL_CALLS] [" }}',
+        "harmony": "{{ '<|start|>assistant to=functions.' + call.name + '<|call|>' }}",
         "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1",
         "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type']}}",
     }

@@ -166,12 +166,23 @@ class ChatRenderer:
         if calls and len(ends):  # the rest of the call is before the end of the turn
             return tokens[ends[0] + ended :]
         if not len(ends) or self.decode(tokens[: ends[0]]).strip():
+            if self._closes_earlier_turns(int(tokens[0]), stop):
+                return tokens[int(ended) :]
             raise ValueError(
                 f"the chat template continues after an assistant turn with {text[:40]!r}, which "
                 "does not start with an end-of-sequence token, so turns cannot be separated; set "
                 "data.chat_template"
             )
         return tokens[ends[0] + 1 :] if ended else tokens
+
+    def _closes_earlier_turns(self, token: int, stop: Sequence[int]) -> bool:
+        """Whether a special token closes turns that others follow, and a stop token the last one.
+
+        So does gpt-oss's template.
+        """
+        [last] = self.tokenize([self.turn_end()])
+        added = self.tokenizer.added_tokens_decoder
+        return token in added and added[token].special and len(last) == 1 and last[0] in stop
 
     def _after_turn(
         self, messages: Sequence[Message], calls: Sequence[ToolCall | MalformedCall]

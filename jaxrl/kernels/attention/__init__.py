@@ -39,6 +39,7 @@ def attention(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention within each segment of packed rows.
@@ -46,7 +47,8 @@ def attention(
     A query attends to the keys of its segment up to its own position; `window` > 0 keeps the last
     `window` of them, the query's own included. Scores are scaled, then soft-capped, in float32. A
     segment is one run of equal numbers in its row. Padding (segment 0) gives zeros. With
-    `visibility` segments share prefixes (kernels/visibility.py).
+    `visibility` segments share prefixes (kernels/visibility.py). `sinks` are one more logit of
+    each head, without a value (kernels/sinks.py).
 
     Rows sharded over `rules.time` are resharded over heads before attention and back after it
     (Ulysses, https://arxiv.org/abs/2309.14509), so implementations see whole rows. `implementation`
@@ -57,7 +59,9 @@ def attention(
         "config.model.attention",
         implementation,
         implementations=IMPLEMENTATIONS,
-        defaults=attention_defaults(q, spec=spec, window=window, shared=visibility is not None),
+        defaults=attention_defaults(
+            q, spec=spec, window=window, shared=visibility is not None, sinks=sinks is not None
+        ),
     )
     rules, inside = spec.rules, spec.rules.whole_rows()
     k, v = (_repeat_kv_heads(x, q.shape[2], rules) for x in (k, v))
@@ -67,7 +71,16 @@ def attention(
     segments, visibility = jax.tree.map(lambda a: jax.reshard(a, rows), (segments, visibility))
     with jax.named_scope("attention"):
         inner = dataclasses.replace(spec, rules=inside)
-        out = attend(q, k, v, spec=inner, segments=segments, window=window, visibility=visibility)
+        out = attend(
+            q,
+            k,
+            v,
+            spec=inner,
+            segments=segments,
+            window=window,
+            visibility=visibility,
+            sinks=sinks,
+        )
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))
 
 
@@ -77,14 +90,19 @@ def attention_defaults(
     spec: AttentionSpec,
     window: int | jax.Array,
     shared: bool,
+    sinks: bool = False,
 ) -> Defaults:
-    """The implementation for each backend, for these queries; `shared` prefixes or not."""
+    """The implementation for each backend, for these queries; `shared` prefixes or not.
+
+    `sinks`: heads have sinks.
+    """
     defaults = DEFAULTS
     if q.shape[1] > MAX_LEN:
         reason = f"plain XLA, because 'splash' does not support rows of {q.shape[1]} tokens"
         defaults = defaults | {"tpu": ("blockwise", reason)}
     if why := unsupported_by_triton(q):
-        other = "shared prefixes" if shared else unsupported_by_cudnn(q, window, spec.softcap)
+        other = unsupported_by_cudnn(q, window, spec.softcap, sinks=sinks)
+        other = "shared prefixes" if shared else other
         if other := other or unsupported_gpu():
             reason = f"plain XLA: 'triton' does not support {why}, and 'cudnn' not {other}"
             defaults = defaults | {"gpu": ("blockwise", reason)}

@@ -28,6 +28,7 @@ from jaxrl.kernels.attention.online_softmax import (
 )
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.shard_attention import shard_attention
+from jaxrl.kernels.sinks import add_sinks, row_sinks, sink_gradient
 from jaxrl.kernels.visibility import (
     Queries,
     Visibility,
@@ -76,23 +77,35 @@ def attention_blockwise(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
     query_block: int = QUERY_BLOCK,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads."""
     attend = functools.partial(_local_attention, spec, query_block)
     return shard_attention(
-        attend, q, k, v, segments=segments, window=window, visibility=visibility, rules=spec.rules
+        attend,
+        q,
+        k,
+        v,
+        segments=segments,
+        window=window,
+        visibility=visibility,
+        sinks=sinks,
+        rules=spec.rules,
     )
 
 
-def _local_attention(spec: AttentionSpec, query_block: int, q, k, v, segments, window, visibility):
+def _local_attention(
+    spec: AttentionSpec, query_block: int, q, k, v, segments, window, visibility, sinks
+):
     B, T, N, H = q.shape
     G = N // k.shape[2]
     block = min(query_block, T + -T % BLOCK)
     visibility = visibility or separate_segments(segments)
     queries = in_blocks(Queries.of(segments, visibility, window), block, copies=G)
     mask = Mask.of(queries, visibility)
-    out = _flash(spec, query_rows(q, G, block), key_rows(k), _value_rows(v), mask)
+    sinks = row_sinks(sinks, N // G, block)
+    out = _flash(spec, query_rows(q, G, block), key_rows(k), _value_rows(v), mask, sinks)
     return from_query_rows(out, B, G, block)[:, :T, :, :H].astype(q.dtype)
 
 
@@ -131,21 +144,24 @@ def _value_rows(v):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(spec: AttentionSpec, q, k, v, mask: Mask):
-    """q [n, K, M, H], k [B, K, T, H], v [B, K, T, W] -> [n, K, M, W]; n / B blocks per row."""
-    return _flash_forward(spec, q, k, v, mask)[0]
+def _flash(spec: AttentionSpec, q, k, v, mask: Mask, sinks):
+    """q [n, K, M, H], k [B, K, T, H], v [B, K, T, W] -> [n, K, M, W]; n / B blocks per row.
+
+    Sinks are [K, M], or None.
+    """
+    return _flash_forward(spec, q, k, v, mask, sinks)[0]
 
 
-def _flash_forward(spec: AttentionSpec, q, k, v, mask: Mask):
+def _flash_forward(spec: AttentionSpec, q, k, v, mask: Mask, sinks):
     per_row = q.shape[0] // k.shape[0]
 
     def query_block(i):
         state = init_softmax(q.shape[1:3], v.shape[-1])
         return normalize(accumulate_keys(spec, state, q[i], k, v, i // per_row, mask, i))
 
-    out, norm = lax.map(query_block, jnp.arange(q.shape[0]))
+    out, norm = add_sinks(*lax.map(query_block, jnp.arange(q.shape[0])), sinks)
     out, norm = checkpoint_name((out, norm), SAVED_NAME)
-    return out, (q, k, v, mask, out, norm)
+    return out, (q, k, v, mask, sinks, out, norm)
 
 
 def accumulate_keys(spec: AttentionSpec, state: Softmax, q_i, k, v, row, mask: Mask, i) -> Softmax:
@@ -160,7 +176,7 @@ def accumulate_keys(spec: AttentionSpec, state: Softmax, q_i, k, v, row, mask: M
 
 
 def _flash_backward(spec: AttentionSpec, saved, d_out):
-    q, k, v, mask, out, norm = saved
+    q, k, v, mask, sinks, out, norm = saved
     per_row = q.shape[0] // k.shape[0]
     delta = jnp.sum(out * d_out, axis=-1)
 
@@ -172,7 +188,7 @@ def _flash_backward(spec: AttentionSpec, saved, d_out):
 
     grads = jnp.zeros_like(k), jnp.zeros_like(v)
     (dk, dv), dq = lax.scan(query_block, grads, jnp.arange(q.shape[0]))
-    return dq, dk, dv, None
+    return dq, dk, dv, None, sink_gradient(sinks, norm, out, d_out)
 
 
 def accumulate_gradients(spec: AttentionSpec, grads, rows, k, v, row, mask: Mask, i):

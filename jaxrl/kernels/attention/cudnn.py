@@ -57,7 +57,7 @@ class Slots:
 
 
 def unsupported_by_cudnn(
-    q: jax.Array, window: int | jax.Array, softcap: float | None
+    q: jax.Array, window: int | jax.Array, softcap: float | None, *, sinks: bool = False
 ) -> str | None:
     """The property of these queries that cuDNN does not support and the remedy; None if it does."""
     H = q.shape[-1]
@@ -67,6 +67,8 @@ def unsupported_by_cudnn(
         return f"heads of width {H}, no multiple of 8 up to {MAX_HEAD_DIM}"
     if softcap is not None:
         return f"soft caps ({softcap:g})"
+    if sinks:
+        return "attention sinks"
     if not isinstance(window, int):
         return "windows that differ between stacked layers (set config.model.layers to 'list')"
     return None
@@ -87,14 +89,15 @@ def attention_cudnn(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(q kᵀ * scale) v on each device's rows and heads.
 
-    Raises NotImplementedError without a GPU, for dtypes other than bfloat16, soft caps, traced
-    windows, shared prefixes, and head widths and row sizes without a cuDNN kernel.
+    Raises NotImplementedError without a GPU, for dtypes other than bfloat16, soft caps, sinks,
+    traced windows, shared prefixes, and head widths and row sizes without a cuDNN kernel.
     """
     check_platform("config.model.attention", "cudnn", "gpu")
-    if why := unsupported_by_cudnn(q, window, spec.softcap):
+    if why := unsupported_by_cudnn(q, window, spec.softcap, sinks=sinks is not None):
         raise NotImplementedError(
             f"config.model.attention='cudnn' does not support {why}; or set it to 'auto' or "
             "'blockwise'"
@@ -106,7 +109,7 @@ def attention_cudnn(
         return _local_attention(config, q, k, v, segments)
 
     return shard_attention(
-        attend, q, k, v, segments=segments, window=0, visibility=None, rules=spec.rules
+        attend, q, k, v, segments=segments, window=0, visibility=None, sinks=None, rules=spec.rules
     )
 
 

@@ -1,11 +1,11 @@
 """Reference packed attention: the full [T, T] score matrix in float32."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.sinks import softmax_with_sinks
 from jaxrl.kernels.visibility import Visibility, oldest_position, separate_segments, visible_pairs
 
 
@@ -18,6 +18,7 @@ def attention_reference(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over each query's visible keys; zeros at padding (segment 0)."""
     rules = spec.rules
@@ -33,7 +34,7 @@ def attention_reference(
     rows = visibility or separate_segments(segments)
     oldest, place = oldest_position(rows.positions, window), jnp.arange(T)[None]
     visible = visible_pairs(place, oldest, place, rows.until, rows.positions)
-    probs = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    probs = softmax_with_sinks(jnp.where(visible[:, None, None], scores, MASKED), sinks)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(jnp.float32), out_sharding=grouped)
     out = jnp.where(segments[:, :, None, None, None] > 0, out, 0.0)
     heads = rules.spec("batch", None, "heads", None)

@@ -7,6 +7,7 @@ repeating it. Scores, softmax and sums are float32; matrix products use the oper
 
 Rows whose segments share prefixes take one call per level of their tree (key_ranges.py). Means are
 combined by the logs of their softmax denominators, in float32, and stored in the operands' dtype.
+Rows with sinks take the same way, because the library's own backward pass keeps no sums.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.key_ranges import KeyRanges, seen_by_ranges
 from jaxrl.kernels.shard_attention import shard_attention
+from jaxrl.kernels.sinks import add_sinks, sink_gradient
 from jaxrl.kernels.visibility import Visibility
 
 BLOCKS = (512, 256, 128)  # tokens per query block and key block: the largest that divides the row
@@ -42,6 +44,7 @@ def attention_splash(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads.
@@ -60,6 +63,7 @@ def attention_splash(
         segments=segments,
         window=window,
         visibility=visibility,
+        sinks=sinks,
         rules=spec.rules,
     )
 
@@ -158,7 +162,7 @@ def _by_groups(attend: Callable[[Any], Any], rows: Any) -> Any:
     return jax.tree.map(lambda a: a.reshape(B, *a.shape[2:]), lax.map(attend, groups))
 
 
-def _local_attention(kernel: SplashBlocks, q, k, v, segments, window, visibility):
+def _local_attention(kernel: SplashBlocks, q, k, v, segments, window, visibility, sinks):
     T = q.shape[1]
     ranges = KeyRanges.of(segments, window, visibility, multiple=kernel.block)
     k = scaled(k, kernel.spec)
@@ -168,8 +172,10 @@ def _local_attention(kernel: SplashBlocks, q, k, v, segments, window, visibility
 
     def attend(rows):
         (q, k, v), ranges = (_join(x) for x in rows[:3]), rows[3]
-        of_rows = _one_range if visibility is None else _attend_to_tree
-        return _split(of_rows(kernel, q, k, v, ranges), len(ranges.first))
+        if visibility is None and sinks is None:
+            return _split(_one_range(kernel, q, k, v, ranges), len(ranges.first))
+        heads = None if sinks is None else sinks[:, None]
+        return _split(_attend_to_ranges(kernel, q, k, v, ranges, heads), len(ranges.first))
 
     return _by_groups(attend, (q, k, v, ranges)).swapaxes(1, 2)[:, :T]
 
@@ -180,12 +186,12 @@ def _one_range(kernel: SplashBlocks, q, k, v, ranges: KeyRanges) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_to_tree(kernel: SplashBlocks, q, k, v, ranges: KeyRanges):
-    """(q [N, M, H], k and v [K, M, H], ranges) -> [N, M, H]"""
-    return _tree_forward(kernel, q, k, v, ranges)[0]
+def _attend_to_ranges(kernel: SplashBlocks, q, k, v, ranges: KeyRanges, sinks):
+    """(q [N, M, H], k and v [K, M, H], ranges, sinks [N, 1] or None) -> [N, M, H]"""
+    return _ranges_forward(kernel, q, k, v, ranges, sinks)[0]
 
 
-def _tree_forward(kernel: SplashBlocks, q, k, v, ranges: KeyRanges):
+def _ranges_forward(kernel: SplashBlocks, q, k, v, ranges: KeyRanges, sinks):
     def add(ranges: KeyRanges, so_far):
         more, more_norm = kernel.forward_rows(q, k, v, ranges.first, ranges.last)
         out, norm = so_far
@@ -193,12 +199,12 @@ def _tree_forward(kernel: SplashBlocks, q, k, v, ranges: KeyRanges):
         return out.astype(q.dtype), norm  # exact up to the second level
 
     own = kernel.means(q, k, v, ranges.first, ranges.last)
-    out, norm = checkpoint_name(ranges.fold(add, own), SAVED_NAME)
-    return out, (q, k, v, ranges, out, norm)
+    out, norm = checkpoint_name(add_sinks(*ranges.fold(add, own), sinks), SAVED_NAME)
+    return out, (q, k, v, ranges, sinks, out, norm)
 
 
-def _tree_backward(kernel: SplashBlocks, saved, d_out):
-    q, k, v, ranges, out, norm = saved
+def _ranges_backward(kernel: SplashBlocks, saved, d_out):
+    q, k, v, ranges, sinks, out, norm = saved
 
     def backward(ranges: KeyRanges):
         return kernel.backward_rows(q, k, v, out, norm, d_out, ranges.first, ranges.last)
@@ -206,10 +212,11 @@ def _tree_backward(kernel: SplashBlocks, saved, d_out):
     def add(ranges: KeyRanges, grads):
         return jax.tree.map(jnp.add, grads, backward(ranges))
 
-    return *ranges.fold(add, backward(ranges)), None
+    d_sinks = sink_gradient(sinks, norm, out, d_out)
+    return *ranges.fold(add, backward(ranges)), None, d_sinks
 
 
-_attend_to_tree.defvjp(_tree_forward, _tree_backward)
+_attend_to_ranges.defvjp(_ranges_forward, _ranges_backward)
 
 
 def make_kernel(

@@ -26,6 +26,7 @@ from jaxrl.kernels.attention.triton_masks import RangeMask, TreeMask, TritonMask
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
+from jaxrl.kernels.sinks import add_sinks, sink_gradient
 from jaxrl.kernels.visibility import Visibility
 
 # Programs of the gradients of keys from which no more are made: about 8 for each core of a large
@@ -88,6 +89,7 @@ def attention_triton(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
     interpret: bool = False,
     block: int | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -106,33 +108,45 @@ def attention_triton(
         segments=segments,
         window=window,
         visibility=visibility,
+        sinks=sinks,
         rules=spec.rules,
     )
 
 
-def _local_attention(kernels: Kernels, q, k, v, segments, window, visibility):
+def _local_attention(kernels: Kernels, q, k, v, segments, window, visibility, sinks):
     T = q.shape[1]
     if visibility is None:
         mask = RangeMask.of(segments, window)
     else:
         mask = TreeMask.of(segments, window, visibility)
-    out = _flash(kernels, *(pad_axis(x, 1, BLOCK) for x in (q, k, v)), mask)
+    sinks = None if sinks is None else sinks[:, None]
+    out = _flash(kernels, *(pad_axis(x, 1, BLOCK) for x in (q, k, v)), mask, sinks)
     return jnp.where(segments[:, :, None, None] > 0, out[:, :T], 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(kernels: Kernels, q, k, v, mask: TritonMask):
-    return forward(kernels, q, k, v, mask)[0]
+def _flash(kernels: Kernels, q, k, v, mask: TritonMask, sinks):
+    return _with_sinks(forward(kernels, q, k, v, mask), sinks)[0]
 
 
-def _flash_forward(kernels: Kernels, q, k, v, mask: TritonMask):
-    out, norm = checkpoint_name(forward(kernels, q, k, v, mask), SAVED_NAME)
-    return out, (q, k, v, out, norm, mask)
+def _flash_forward(kernels: Kernels, q, k, v, mask: TritonMask, sinks):
+    means = _with_sinks(forward(kernels, q, k, v, mask), sinks)
+    out, norm = checkpoint_name(means, SAVED_NAME)
+    return out, (q, k, v, out, norm, mask, sinks)
 
 
 def _flash_backward(kernels: Kernels, saved, do):
-    q, k, v, out, norm, mask = saved
-    return *backward(kernels, q, k, v, out, norm, do, mask), None
+    q, k, v, out, norm, mask, sinks = saved
+    d_sinks = sink_gradient(sinks, norm, out.swapaxes(1, 2), do.swapaxes(1, 2))
+    return *backward(kernels, q, k, v, out, norm, do, mask), None, d_sinks
+
+
+def _with_sinks(means: tuple[jax.Array, jax.Array], sinks) -> tuple[jax.Array, jax.Array]:
+    """The results of `forward` with sinks [N, 1], or None."""
+    if sinks is None:
+        return means
+    out, norm = add_sinks(means[0].swapaxes(1, 2), means[1], sinks)
+    return out.swapaxes(1, 2), norm
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

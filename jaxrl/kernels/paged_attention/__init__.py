@@ -37,12 +37,14 @@ def paged_attention(
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    sinks: Float[Array, "N"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of the query at position p over the row's keys at positions 0..p.
 
     `window` > 0 keeps the last `window` keys. Row b's keys are in the pages of `page_table[b]`; the
-    query's own key has been written before. A position of -1 is padding and gives zeros.
+    query's own key has been written before. A position of -1 is padding and gives zeros. `sinks`
+    are one more logit of each head, without a value (kernels/sinks.py).
     `implementation` is config.model.paged_attention; None or "auto" selects by backend and pages.
     """
     attend = choose(
@@ -60,6 +62,7 @@ def paged_attention(
             page_table=page_table,
             positions=positions,
             window=window,
+            sinks=sinks,
         )
 
 

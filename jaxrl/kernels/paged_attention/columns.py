@@ -24,6 +24,7 @@ from jaxrl.kernels.cpu import ops
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import dequantize
 from jaxrl.kernels.shard_attention import shard_paged_attention
+from jaxrl.kernels.sinks import add_sinks, row_sinks
 from sharding import target_platform
 
 
@@ -36,6 +37,7 @@ def paged_attention_columns(
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
 
@@ -49,11 +51,21 @@ def paged_attention_columns(
         )
     attend = functools.partial(_local_attention, spec)
     return shard_paged_attention(
-        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=spec.rules
+        attend,
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        positions,
+        window=window,
+        sinks=sinks,
+        rules=spec.rules,
     )
 
 
-def _local_attention(spec: AttentionSpec, q, k_pages, v_pages, page_table, positions, window):
+def _local_attention(
+    spec: AttentionSpec, q, k_pages, v_pages, page_table, positions, window, sinks
+):
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
     G = N // K
@@ -81,7 +93,9 @@ def _local_attention(spec: AttentionSpec, q, k_pages, v_pages, page_table, posit
             return add_block(state, rows, k, v, visible[:, None], spec)
 
         state = lax.fori_loop(low, high, column, init_softmax((B, K, M), H + -H % BLOCK))
-    out, _ = normalize(state)
+    if (sinks := row_sinks(sinks, K, T)) is not None:
+        sinks = jnp.pad(sinks, ((0, 0), (0, M - T * G)))
+    out, _ = add_sinks(*normalize(state), sinks)
     out = out[:, :, : T * G, :H].reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)
     return out.reshape(B, T, N, H).astype(q.dtype)
 

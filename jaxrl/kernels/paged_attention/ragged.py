@@ -25,6 +25,7 @@ from jaxrl.kernels.paged_attention.limits import LANES, unsupported_by_ragged
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.shard_attention import shard_paged_attention
+from jaxrl.kernels.sinks import row_sinks
 from sharding import target_cores
 
 MAX_QUERIES = 512  # tokens x query heads per kv head in one row
@@ -50,6 +51,7 @@ def paged_attention_ragged(
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    sinks: Float[Array, "N"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
@@ -67,7 +69,15 @@ def paged_attention_ragged(
         )
     attend = functools.partial(_local_attention, spec, interpret)
     return shard_paged_attention(
-        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=spec.rules
+        attend,
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        positions,
+        window=window,
+        sinks=sinks,
+        rules=spec.rules,
     )
 
 
@@ -80,14 +90,15 @@ def _local_attention(
     table,
     positions,
     window,
+    sinks,
 ):
     rows = split_rows(
         q.astype(k_pages.dtype), positions, window,
         n_kv_heads=k_pages.shape[1], page_len=k_pages.shape[2], size=lambda M: M,
-        max_queries=min(MAX_QUERIES, QUERY_BYTES // _query_bytes(k_pages)),
+        max_queries=min(MAX_QUERIES, QUERY_BYTES // _query_bytes(k_pages, sinks)),
     )  # fmt: skip
     n_rows, K, M, H = rows.q.shape
-    n_groups, n = _buffer_sizes(k_pages, M, table.shape[1])
+    n_groups, n = _buffer_sizes(k_pages, M, table.shape[1], sinks)
     n_cores = min(target_cores(), n_rows)
     starts = _divide_rows(rows.high - rows.low + n // 2, n_cores)
 
@@ -104,10 +115,17 @@ def _local_attention(
     arrays, specs = [rows.last[..., None]], [block(M, 1)]
     if n_rows == positions.size:  # one token, whose position is a scalar
         scalars, arrays, specs = (*scalars, positions.reshape(-1)), [], []
+    if sinks is not None:
+        sinks = row_sinks(sinks, K, M * K // q.shape[2])[..., None]
+        arrays, specs = [*arrays, sinks], [*specs, pl.BlockSpec((K, M, 1), lambda *_: (0, 0, 0))]
     pool = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
         functools.partial(
-            _kernel, n_columns=table.shape[1], n_pieces=n_rows // len(table), spec=spec
+            _kernel,
+            n_columns=table.shape[1],
+            n_pieces=n_rows // len(table),
+            with_sinks=sinks is not None,
+            spec=spec,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -132,19 +150,25 @@ def _local_attention(
     return join_rows(out, q.shape)
 
 
-def _query_bytes(k_pages: jax.Array) -> int:
-    """VMEM for a query of all kv heads: itself and its output, both twice, and its softmax."""
+def _query_bytes(k_pages: jax.Array, sinks: jax.Array | None) -> int:
+    """VMEM for a query of all kv heads: itself and its output, both twice, and its softmax.
+
+    Its sinks are there twice too.
+    """
     _, K, _, H = k_pages.shape
-    return K * (2 * 2 * H * k_pages.dtype.itemsize + 4 * (H + 2 * LANES))
+    n_columns = 2 if sinks is None else 4  # of one number per query, in whole lanes
+    return K * (2 * 2 * H * k_pages.dtype.itemsize + 4 * (H + n_columns * LANES))
 
 
-def _buffer_sizes(k_pages: jax.Array, M: int, n_columns: int) -> tuple[int, int]:
+def _buffer_sizes(
+    k_pages: jax.Array, M: int, n_columns: int, sinks: jax.Array | None
+) -> tuple[int, int]:
     """(groups in VMEM, pages of a group) for rows of M queries."""
     _, K, page_len, H = k_pages.shape
     page_bytes = K * page_len * H * k_pages.dtype.itemsize
     n_keys = min(MAX_KEYS, MAX_SCORES // M)
     n = max(min(n_keys // page_len, GROUP_BYTES // page_bytes, n_columns), 1)
-    free = min(BUFFER_BYTES, SHARED_BYTES - M * _query_bytes(k_pages))
+    free = min(BUFFER_BYTES, SHARED_BYTES - M * _query_bytes(k_pages, sinks))
     return max(min(free // (2 * n * page_bytes), MAX_GROUPS), 2), n
 
 
@@ -223,11 +247,15 @@ class _Copies:
 
 
 def _kernel(
-    starts, table, low, high, window, last_ref, q_ref, k_pages, v_pages, out_ref,
-    k_buffer, v_buffer, done, place, max_ref, denominator_ref, numerator_ref,
-    *, n_columns, n_pieces, spec: AttentionSpec,
+    starts, table, low, high, window, last_ref, *sinks_and_rest,
+    n_columns, n_pieces, with_sinks, spec: AttentionSpec,
 ):  # fmt: skip
     """One row of a core. The buffers and the copies persist from one row to the next."""
+    sinks_ref = sinks_and_rest[0] if with_sinks else None
+    (
+        q_ref, k_pages, v_pages, out_ref,
+        k_buffer, v_buffer, done, place, max_ref, denominator_ref, numerator_ref,
+    ) = sinks_and_rest[with_sinks:]  # fmt: skip
     core, step = pl.program_id(0), pl.program_id(1)
     b, end = starts[core] + step, starts[core + 1]
     n_groups, n, K, page_len, H = k_buffer.shape
@@ -245,8 +273,12 @@ def _kernel(
 
     @pl.when(b < end)
     def _():
-        max_ref[...] = jnp.full_like(max_ref, MASKED)
-        denominator_ref[...] = jnp.zeros_like(denominator_ref)
+        if sinks_ref is None:
+            max_ref[...] = jnp.full_like(max_ref, MASKED)
+            denominator_ref[...] = jnp.zeros_like(denominator_ref)
+        else:  # the state after a key with the score of the sink, whose value is zero
+            max_ref[...] = sinks_ref[...]
+            denominator_ref[...] = jnp.ones_like(denominator_ref)
         numerator_ref[...] = jnp.zeros_like(numerator_ref)
         last = last_ref[...] if len(last_ref.shape) > 1 else last_ref[b]
 

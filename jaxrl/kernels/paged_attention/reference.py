@@ -8,6 +8,7 @@ from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import dequantize
+from jaxrl.kernels.sinks import softmax_with_sinks
 
 
 def paged_attention_reference(
@@ -19,6 +20,7 @@ def paged_attention_reference(
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over positions 0..p of the row's pages; zeros for p = -1."""
     rules = spec.rules
@@ -41,7 +43,7 @@ def paged_attention_reference(
     scores = spec.scores(jnp.einsum("BTKGH,BKSH->BKGTS", qg, keys(k_pages), out_sharding=out))
     distance = positions[:, :, None] - jnp.arange(S)
     visible = (distance >= 0) & ((distance < window) | (window <= 0))
-    probs = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    probs = softmax_with_sinks(jnp.where(visible[:, None, None], scores, MASKED), sinks)
     result = jnp.einsum("BKGTS,BKSH->BTKGH", probs, keys(v_pages), out_sharding=grouped)
     result = jnp.where(positions[:, :, None, None, None] >= 0, result, 0.0)
     heads = rules.spec("batch", None, "heads", None)

@@ -25,6 +25,7 @@ from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.shard_attention import shard_paged_attention
+from jaxrl.kernels.sinks import add_sinks, row_sinks
 
 MAX_QUERIES = 64  # tokens x query heads per kv head in one program
 KEY_BLOCK = 64  # keys of a page processed at a time
@@ -42,6 +43,7 @@ def paged_attention_triton(
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    sinks: Float[Array, "N"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
@@ -58,12 +60,20 @@ def paged_attention_triton(
         )
     attend = functools.partial(_local_attention, spec, interpret)
     return shard_paged_attention(
-        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=spec.rules
+        attend,
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        positions,
+        window=window,
+        sinks=sinks,
+        rules=spec.rules,
     )
 
 
 def _local_attention(
-    spec: AttentionSpec, interpret: bool, q, k_pages, v_pages, table, positions, window
+    spec: AttentionSpec, interpret: bool, q, k_pages, v_pages, table, positions, window, sinks
 ):
     K, page_len, H = k_pages.shape[1:]
     pools, dtype = [k_pages, v_pages], k_pages.dtype
@@ -103,11 +113,17 @@ def _local_attention(
         interpret=interpret,
     )(*scalars, rows.q, rows.last, *pools)
     if n_parts == 1:
-        return join_rows(mean[0], q.shape).astype(q.dtype)
-    share = jnp.exp(norm - jnp.max(norm, axis=0))
-    share /= jnp.sum(share, axis=0)
-    out = jnp.sum(mean * share[..., None], axis=0)
-    return join_rows(out, q.shape).astype(q.dtype)
+        out, total = mean[0], norm[0]
+    else:
+        highest = jnp.max(norm, axis=0)
+        share = jnp.exp(norm - highest)
+        total = jnp.sum(share, axis=0)
+        share /= total
+        out, total = jnp.sum(mean * share[..., None], axis=0), highest + jnp.log(total)
+    n_tokens = q.shape[0] * q.shape[1] // n_rows  # of a row
+    if (sinks := row_sinks(sinks, K, n_tokens)) is not None:
+        sinks = jnp.pad(sinks, ((0, 0), (0, M - sinks.shape[1])))
+    return join_rows(add_sinks(out, total, sinks)[0], q.shape).astype(q.dtype)
 
 
 def _kernel(

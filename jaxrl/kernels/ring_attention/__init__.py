@@ -32,12 +32,14 @@ def ring_attention(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """`attention` on rows sharded over `rules.time` in zig-zag order (sharding/rules.py).
 
     Ring attention, https://arxiv.org/abs/2310.01889: in n steps the keys and values of every device
     visit all others. Causality, segments, windows and `visibility` follow the order of the row.
+    The `sinks` of heads are those of `attention`.
     `implementation` is config.model.attention; None or "auto" selects by backend and shapes.
     """
     attend = choose(
@@ -47,7 +49,16 @@ def ring_attention(
         defaults=ring_defaults(q, q.shape[1] // spec.rules.ring_size),
     )
     with jax.named_scope("ring_attention"):
-        return attend(q, k, v, spec=spec, segments=segments, window=window, visibility=visibility)
+        return attend(
+            q,
+            k,
+            v,
+            spec=spec,
+            segments=segments,
+            window=window,
+            visibility=visibility,
+            sinks=sinks,
+        )
 
 
 def ring_defaults(q: jax.Array, n_tokens: int) -> Defaults:

@@ -25,6 +25,7 @@ from jaxrl.kernels.attention.online_softmax import MASKED, combine, pad_axis
 from jaxrl.kernels.attention_spec import SAVED_NAME
 from jaxrl.kernels.key_ranges import KeyRanges
 from jaxrl.kernels.ring_attention.ring import Ring
+from jaxrl.kernels.sinks import add_sinks, sink_gradient
 
 
 @runtime_checkable
@@ -59,6 +60,7 @@ def ring_in_blocks(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
+    sinks: Float[Array, "N"] | None,
     live: Bool[Array, "B T"],
     ranges: KeyRanges,
 ) -> Float[Array, "B T N H"]:
@@ -69,7 +71,9 @@ def ring_in_blocks(
         return x.swapaxes(1, 2) if kernel.heads_first else x
 
     rows = (arrange(pad_axis(x, 1, kernel.block)) for x in (q, k, v))
-    out = arrange(_ring(ring, kernel, *rows, ranges))[:, :T]
+    if sinks is not None and kernel.heads_first:
+        sinks = sinks[:, None]
+    out = arrange(_ring(ring, kernel, *rows, ranges, sinks))[:, :T]
     return jnp.where(live[..., None, None], out, 0)
 
 
@@ -80,11 +84,11 @@ def ranges_of_rows(ring: Ring, segments, window, visibility):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(ring: Ring, kernel: BlockKernel, q, k, v, ranges: KeyRanges):
-    return _forward(ring, kernel, q, k, v, ranges)[0]
+def _ring(ring: Ring, kernel: BlockKernel, q, k, v, ranges: KeyRanges, sinks):
+    return _forward(ring, kernel, q, k, v, ranges, sinks)[0]
 
 
-def _forward(ring: Ring, kernel: BlockKernel, q, k, v, ranges: KeyRanges):
+def _forward(ring: Ring, kernel: BlockKernel, q, k, v, ranges: KeyRanges, sinks):
     def attend(step, keys, so_far):
         def add(ranges: KeyRanges, so_far):
             (k, v), (first, last) = keys, _here(ring, kernel, step, ranges)
@@ -99,13 +103,13 @@ def _forward(ring: Ring, kernel: BlockKernel, q, k, v, ranges: KeyRanges):
 
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], MASKED, jnp.float32)
     keys, so_far = lax.fori_loop(0, ring.size - 1, step, ((k, v), nothing))
-    out, norm = attend(ring.size - 1, keys, so_far)
+    out, norm = add_sinks(*attend(ring.size - 1, keys, so_far), sinks)
     out, norm = checkpoint_name((out.astype(q.dtype), norm), SAVED_NAME)
-    return out, (q, k, v, ranges, out, norm)
+    return out, (q, k, v, ranges, sinks, out, norm)
 
 
 def _backward(ring: Ring, kernel: BlockKernel, saved, d_out):
-    q, k, v, ranges, out, norm = saved
+    q, k, v, ranges, sinks, out, norm = saved
 
     def attend(step, keys, grads):
         def add(ranges: KeyRanges, grads):
@@ -124,7 +128,8 @@ def _backward(ring: Ring, kernel: BlockKernel, saved, d_out):
     keys, grads = lax.fori_loop(0, ring.size - 1, step, ((k, v), grads))
     dq, *key_grads = attend(ring.size - 1, keys, grads)
     dk, dv = ring.pass_on(key_grads)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    d_sinks = sink_gradient(sinks, norm, out, d_out)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, d_sinks
 
 
 _ring.defvjp(_forward, _backward)

@@ -27,6 +27,7 @@ from jaxrl.kernels.attention.blockwise import (
 from jaxrl.kernels.attention.online_softmax import BLOCK, Softmax, init_softmax, normalize
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.ring_attention.ring import Ring, shard_ring
+from jaxrl.kernels.sinks import add_sinks, row_sinks, sink_gradient
 from jaxrl.kernels.visibility import Queries, Visibility, separate_segments
 
 
@@ -39,6 +40,7 @@ def ring_blockwise(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries."""
     return shard_ring(
@@ -50,6 +52,7 @@ def ring_blockwise(
         segments=segments,
         window=window,
         visibility=visibility,
+        sinks=sinks,
         masks=_masks_of_rows,
     )
 
@@ -62,14 +65,16 @@ def _masks_of_rows(ring: Ring, segments, window, visibility):
     return jax.tree.map(lambda a: a.reshape(-1, ring.chunk), queries), visibility
 
 
-def _local_ring(ring: Ring, q, k, v, queries: Queries, visibility: Visibility):
+def _local_ring(ring: Ring, q, k, v, sinks, queries: Queries, visibility: Visibility):
     B, N, H = q.shape[0], *q.shape[2:]
     G = N // k.shape[2]
     block = min(QUERY_BLOCK, ring.chunk + -ring.chunk % BLOCK)
     queries = in_blocks(queries, block, copies=G)
     keys = [_key_chunks(x) for x in (k, v)]
     q_rows = query_rows(q.reshape(2 * B, -1, N, H), G, block)
-    out = from_query_rows(_ring(ring, q_rows, *keys, queries, visibility), 2 * B, G, block)
+    sinks = row_sinks(sinks, N // G, block)
+    rows = _ring(ring, q_rows, *keys, queries, visibility, sinks)
+    out = from_query_rows(rows, 2 * B, G, block)
     return out[:, : ring.chunk].reshape(q.shape).astype(q.dtype)
 
 
@@ -84,12 +89,15 @@ def _key_chunks(k):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, q, k, v, queries: Queries, visibility: Visibility):
-    """q [n, K, M, H], k and v [2, B, K, c, H] -> float32 [n, K, M, H]; visibility of whole rows"""
-    return _ring_forward(ring, q, k, v, queries, visibility)[0]
+def _ring(ring: Ring, q, k, v, queries: Queries, visibility: Visibility, sinks):
+    """q [n, K, M, H], k and v [2, B, K, c, H] -> float32 [n, K, M, H]; visibility of whole rows
+
+    Sinks are [K, M], or None.
+    """
+    return _ring_forward(ring, q, k, v, queries, visibility, sinks)[0]
 
 
-def _ring_forward(ring: Ring, q, k, v, queries: Queries, visibility: Visibility):
+def _ring_forward(ring: Ring, q, k, v, queries: Queries, visibility: Visibility, sinks):
     per_row = q.shape[0] // k.shape[1]
 
     def attend_to(step, keys, states: Softmax) -> Softmax:
@@ -109,13 +117,13 @@ def _ring_forward(ring: Ring, q, k, v, queries: Queries, visibility: Visibility)
 
     states = init_softmax(q.shape[:3], v.shape[-1])
     keys, states = lax.fori_loop(0, ring.size - 1, step, ((k, v), states))
-    out, norm = normalize(attend_to(ring.size - 1, keys, states))
+    out, norm = add_sinks(*normalize(attend_to(ring.size - 1, keys, states)), sinks)
     out, norm = checkpoint_name((out, norm), SAVED_NAME)
-    return out, (q, k, v, queries, visibility, out, norm)
+    return out, (q, k, v, queries, visibility, sinks, out, norm)
 
 
 def _ring_backward(ring: Ring, saved, d_out):
-    q, k, v, queries, visibility, out, norm = saved
+    q, k, v, queries, visibility, sinks, out, norm = saved
     per_row = q.shape[0] // k.shape[1]
     delta = jnp.sum(out * d_out, axis=-1)
 
@@ -144,7 +152,8 @@ def _ring_backward(ring: Ring, saved, d_out):
     keys, dq, key_grads = lax.fori_loop(0, ring.size - 1, step, carry)
     key_grads, dq = attend_to(ring.size - 1, keys, dq, key_grads)
     dk, dv = (jnp.stack(chunks) for chunks in zip(*ring.pass_on(key_grads), strict=True))
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    d_sinks = sink_gradient(sinks, norm, out, d_out)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, d_sinks
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

@@ -21,6 +21,7 @@ def ring_reference(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention over whole rows on every device of the ring."""
     rules = spec.rules
@@ -40,5 +41,6 @@ def ring_reference(
         segments=take(segments, back),
         window=window,
         visibility=jax.tree.map(lambda a: take(a, back), visibility),
+        sinks=sinks,
     )
     return jax.reshard(take(out, order, "heads", None), rules.spec("batch", "time", "heads", None))

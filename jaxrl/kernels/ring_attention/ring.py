@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.shard_attention import shard_sinks
 from jaxrl.kernels.visibility import Visibility
 from sharding import zigzag
 
@@ -78,8 +79,16 @@ class Ring:
         (axis,) = self.axes
         return lax.all_to_all(x, axis, split, concat, axis_index_groups=places, tiled=True)
 
+    def heads_here(self, of_heads: jax.Array) -> jax.Array:
+        """The numbers [N / u] of the heads that this device has after `exchange`, of all [N]."""
+        size = of_heads.shape[0] // (u := self.spec.rules.ulysses)
+        if u == 1:
+            return of_heads
+        here = lax.axis_index(self.axes) % u
+        return lax.dynamic_slice_in_dim(of_heads, here * size, size)
 
-# (ring, q [B, 2c, N, H], k and v [B, 2c, K, H], *masks) -> like q
+
+# (ring, q [B, 2c, N, H], k and v [B, 2c, K, H], sinks [N] or None, *masks) -> like q
 RingAttend = Callable[..., jax.Array]
 # (ring, segments, window, visibility) -> what `attend` needs to know about visible keys
 Masks = Callable[..., tuple]
@@ -95,6 +104,7 @@ def shard_ring(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None,
+    sinks: Float[Array, "N"] | None,
     masks: Masks,
 ) -> Float[Array, "B T N H"]:
     """`attend` on every device's part of a row, given `masks` of the device's numbers per token."""
@@ -106,19 +116,21 @@ def shard_ring(
     ring = Ring(spec, rules.mesh_axes("time"), size, q.shape[1] // (2 * size))
     local = jax.shard_map(
         functools.partial(_local_ring, attend, masks, ring),
-        in_specs=(heads, kv_heads, kv_heads, rows, jax.P(), rows),
+        in_specs=(heads, kv_heads, kv_heads, rules.spec("heads"), rows, jax.P(), rows),
         out_specs=heads,
         check_vma=False,
     )
     q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
     window = jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
     segments, visibility = jax.tree.map(lambda a: jax.reshard(a, rows), (segments, visibility))
-    return local(q, k, v, segments, window, visibility)
+    return local(q, k, v, shard_sinks(sinks, rules), segments, window, visibility)
 
 
 def _local_ring(
-    attend: RingAttend, masks: Masks, ring: Ring, q, k, v, segments, window, visibility
+    attend: RingAttend, masks: Masks, ring: Ring, q, k, v, sinks, segments, window, visibility
 ):
     q, k, v = (ring.exchange(x, split=2, concat=1) for x in (q, k, v))
-    out = attend(ring, q, k, v, *masks(ring, segments, window, visibility))
+    if sinks is not None:
+        sinks = ring.heads_here(sinks)
+    out = attend(ring, q, k, v, sinks, *masks(ring, segments, window, visibility))
     return ring.exchange(out, split=1, concat=2)

@@ -21,6 +21,7 @@ def ring_splash(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries.
@@ -41,5 +42,6 @@ def ring_splash(
         segments=segments,
         window=window,
         visibility=visibility,
+        sinks=sinks,
         masks=ranges_of_rows,
     )

@@ -45,6 +45,7 @@ def ring_triton(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
+    sinks: Float[Array, "N"] | None = None,
     interpret: bool = False,
     block: int | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -64,5 +65,6 @@ def ring_triton(
         segments=segments,
         window=window,
         visibility=visibility,
+        sinks=sinks,
         masks=ranges_of_rows,
     )

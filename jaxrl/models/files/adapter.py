@@ -17,7 +17,6 @@ from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.files.hf_load import load_params, read_param
 from jaxrl.models.files.hf_save import (
     StoredAdapter,
-    Tensor,
     is_adapter,
     joined_starts,
     natural_sort_key,
@@ -28,6 +27,7 @@ from jaxrl.models.files.peft_config import REMEDY, peft_config, read_peft_config
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.safetensors import (
     FLOATS,
+    Tensor,
     TensorInfo,
     map_tensor,
     read_header,

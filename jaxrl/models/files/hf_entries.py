@@ -68,6 +68,8 @@ NUMBERS = {
     "mscale_all_dim": (0.0, 1e6),
     "partial_rotary_factor": (0.0, 1.0),
     "routed_scaling_factor": (1e-6, 1e6),
+    "swiglu_limit": (1e-6, 1e6),
+    "swiglu_alpha": (1e-6, 1e6),
 }
 FLAGS = {
     *("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "truncate"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
+from jaxrl.models.files.fused_experts import INTERLEAVED, join_experts
 from jaxrl.models.files.hf_config import (
     ADVICE,
     classifier_json,
@@ -25,7 +26,7 @@ from jaxrl.models.files.hf_config import (
 )
 from jaxrl.models.files.quantized.scheme import without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
-from jaxrl.models.files.safetensors import TensorShapes, write_tensors
+from jaxrl.models.files.safetensors import Tensor, TensorShapes, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
 from jaxrl.models.files.weight_files import find_tensors, kept_tensors
 from jaxrl.models.layers.router import CORRECTION
@@ -50,16 +51,6 @@ class SaveSettings:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries
     chat_template: str = ""  # "": the tokenizer's
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor to write; `read` fetches its values when it is written."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +83,7 @@ def save_model(
     except for what `settings` change. `dtype` None keeps the parameters' dtypes. A model in
     `target` is replaced. In a multi-host run every process calls this and the first one writes.
     """
-    tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural_sort_key(tensor.name))
+    tensors = in_file_order(param_tensors(params, dtype), params.cfg)
     if not hosts.is_main_process():
         for tensor in tensors:
             tensor.read()
@@ -130,7 +121,7 @@ def convert_model(
         cast = None if name.endswith(CORRECTION) else base_dtype
         stored[name] = stored_tensor(name, found[name], cast)
     lora = None if adapter is None else adapter.lora
-    tensors = sorted(merge_tensors(stored, lora, dtype), key=lambda t: natural_sort_key(t.name))
+    tensors = in_file_order(merge_tensors(stored, lora, dtype), cfg)
     with atomic_folder(target) as folder:
         write_weights(folder, [*tensors, *kept_parts(cfg, source)], max_shard_bytes)
         write_settings(folder, cfg, tensors[0].dtype, source, settings)
@@ -156,6 +147,13 @@ def stored_tensor(name: str, info: FileTensor, dtype: DTypeLike | None = None) -
         return np.asarray(read_tensor(info)).astype(target, copy=False)
 
     return Tensor(name, target, info.shape, read)
+
+
+def in_file_order(tensors: Iterable[Tensor], cfg: DecoderConfig) -> list[Tensor]:
+    """The tensors of a file, sorted by their names; of some families, experts are in one."""
+    if cfg.family in INTERLEAVED:
+        tensors = join_experts(tensors)
+    return sorted(tensors, key=lambda tensor: natural_sort_key(tensor.name))
 
 
 def natural_sort_key(name: str) -> tuple:

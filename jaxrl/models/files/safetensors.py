@@ -6,7 +6,7 @@ Neither needs more host memory than one tensor. Format: https://huggingface.co/d
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -35,16 +35,30 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Location of a tensor in its file; `start` is the offset of its first byte."""
+    """Location of a tensor in its file; `start` is the offset of its first byte.
+
+    With `strides`, in values, it is a part of a tensor whose values are not next to each other.
+    """
 
     path: Path
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
+    strides: tuple[int, ...] = ()
 
     @property
     def n_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor to write; `read` fetches its values when it is written."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -87,6 +101,11 @@ def map_tensor(info: TensorInfo) -> np.ndarray:
     """The tensor as a read-only memory map: a slice reads only its own bytes."""
     if not info.n_bytes:
         return np.zeros(info.shape, info.dtype)
+    if info.strides:
+        n = 1 + sum((size - 1) * step for size, step in zip(info.shape, info.strides, strict=True))
+        values = np.memmap(info.path, info.dtype, mode="r", offset=info.start, shape=(n,))
+        strides = [step * info.dtype.itemsize for step in info.strides]
+        return np.lib.stride_tricks.as_strided(values, info.shape, strides, writeable=False)
     return np.memmap(info.path, info.dtype, mode="r", offset=info.start, shape=info.shape)
 
 

@@ -6,7 +6,6 @@ of the model.
 """
 
 import functools
-import math
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl.json_text import read_object
+from jaxrl.models.files.fused_experts import has_interleaved_experts, separate_experts
 from jaxrl.models.files.quantized.pairing import pair_tensors
 from jaxrl.models.files.quantized.scheme import folder_scheme
-from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor, read_tensor
+from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.safetensors import FLOATS, TensorInfo, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,7 +37,6 @@ OTHER_PARTS = {
     "multi_modal_projector.": False,
     "visual.": False,
 }
-FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MAX_DRAFTER_LAYERS = 1000  # a damaged config.json must not cost memory
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers that follow from config.json
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -53,7 +52,7 @@ def find_tensors(folder: Path) -> dict[str, FileTensor]:
     its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
     """
     tensors: dict[str, FileTensor] = {}
-    drafter = drafter_layers(folder)
+    drafter, interleaved = drafter_layers(folder), has_interleaved_experts(folder)
     for name, info in all_tensors(folder):
         if not is_parameter(name) or name.startswith(drafter):
             continue
@@ -62,7 +61,7 @@ def find_tensors(folder: Path) -> dict[str, FileTensor]:
                 f"{info.path} stores {name} as {info.dtype}, which are not weights but the codes "
                 "of a quantization; use a checkpoint that is not quantized"
             )
-        for part, place in separate_experts(name, info).items():
+        for part, place in separate_experts(name, info, interleaved=interleaved).items():
             add_once(tensors, part, place)
     return tensors
 
@@ -127,30 +126,6 @@ def add_once[T: FileTensor](tensors: dict[str, T], name: str, info: T) -> None:
             f"{info.path.name}; remove the files that are not part of this model, or {ADVICE}"
         )
     tensors[name] = info
-
-
-def separate_experts(name: str, info: FileTensor) -> dict[str, FileTensor]:
-    """The matrices of each expert in a tensor of all experts; other tensors as they are.
-
-    Such a tensor is `experts.gate_up_proj` [E, 2F, D], or `experts.down_proj` [E, D, F].
-    """
-    stem, _, last = name.rpartition(".")
-    parts = FUSED_EXPERTS.get(last, ())
-    fused = parts and stem.endswith(".experts") and len(info.shape) == 3
-    fused = fused and not (isinstance(info, QuantizedTensor) and info.format.transposed)
-    if not fused or info.shape[1] % len(parts):
-        return {name: info}
-    shape = info.shape[1] // len(parts), info.shape[2]
-    n_bytes = math.prod(shape) * info.dtype.itemsize
-    experts = range(info.shape[0])
-    names = [f"{stem}.{expert}.{part}.weight" for expert in experts for part in parts]
-    if isinstance(info, QuantizedTensor):
-        n = len(parts)
-        return {part: info.part(i // n, i % n, n) for i, part in enumerate(names)}
-    return {
-        part: TensorInfo(info.path, info.dtype, shape, info.start + i * n_bytes)
-        for i, part in enumerate(names)
-    }
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -63,6 +63,8 @@ class Attention(nnx.Module):
 
         self.q_norm = norm("self_attn.q_norm", mixer.N, "heads")
         self.k_norm = norm("self_attn.k_norm", mixer.K, "kv_heads")
+        sinks = make("self_attn.sinks", (mixer.N,), ("heads",)) if mixer.sinks else None
+        self.sinks = nnx.data(sinks)
 
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
         q, k, v = self._project(x, rules)
@@ -77,7 +79,8 @@ class Attention(nnx.Module):
         q, k = rotate(q, positions, place.rotation), rotate(k, positions, place.rotation)
         if self.cfg.rope.query_growth:
             q = growing_queries(q, positions, self.cfg.rope)
-        out, state = rows.attend(q, k, v, self.cfg.spec(rules), window, place.cache, state)
+        spec = self.cfg.spec(rules)
+        out, state = rows.attend(q, k, v, spec, window, place.cache, state, self.sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return checkpoint_name(self.o(out, rules), "o"), state

@@ -5,6 +5,7 @@ each device gathers the tokens of all devices that share the experts, computes i
 contributions, and a reduce-scatter returns the sums to the tokens' devices.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -19,9 +20,10 @@ from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.grouped_matmul import grouped_matmul
 from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
+from jaxrl.models.config import ClampedGLU
 from jaxrl.models.layers.chunks import apply_to_chunks, n_chunks
 from jaxrl.models.layers.linear import own_part
-from jaxrl.models.layers.mlp import ACTIVATIONS
+from jaxrl.models.layers.mlp import gated
 from jaxrl.models.layers.stored import dense
 from jaxrl.types import Tree
 from sharding import Rules
@@ -32,7 +34,7 @@ ROOM = 2
 
 @struct.dataclass
 class ExpertMatrix:
-    """A projection of all experts with its adapter: the products of w + scale (b a - b0 a0).
+    """A projection of all experts with its adapter: the products of w + scale (b a - b0 a0) + bias.
 
     With `layer`, the arrays are those of stacked layers [L, E, ...], and the products those of one.
     """
@@ -42,6 +44,7 @@ class ExpertMatrix:
     b: types.Array = None  # [E, out, rank]
     a0: types.Array = None  # the start; None without one
     b0: types.Array = None
+    bias: types.Array = None  # [E, out], of the products; None without one
     layer: types.Array = None  # int32 []
     scale: float = struct.field(pytree_node=False, default=0.0)
     n_stacked: int = struct.field(pytree_node=False, default=0)  # adapters along the rank
@@ -60,7 +63,7 @@ def sharded_experts(
     matrices: dict[str, ExpertMatrix],
     *,
     specs: dict[str, ExpertMatrix],
-    act: str,
+    act: str | ClampedGLU,
     rules: Rules,
     fsdp_axes: tuple[str, ...],
     implementation: str,
@@ -96,6 +99,9 @@ def sharded_experts(
     mark = functools.partial(_mark_varying, have=token_axes, want=weight_axes)
     rows = jax.tree.map(mark, (x, weights, experts, ids))
     matrices = jax.tree.map(gather_weight, matrices, specs)
+    if ffw_axes and (bias := matrices["down"].bias) is not None:  # of a sum over these devices
+        bias = jnp.where(lax.axis_index(ffw_axes) == 0, bias, 0)
+        matrices["down"] = dataclasses.replace(matrices["down"], bias=bias)
 
     def apply(matrices: dict[str, ExpertMatrix], tokens: tuple) -> jax.Array:
         if shared:
@@ -135,7 +141,7 @@ def local_experts(
     ids: Int[Array, "n 1"] | None = None,
     *,
     n_sharing: int = 1,
-    act: str,
+    act: str | ClampedGLU,
     implementation: str,
 ) -> jax.Array:
     """float32 [n, D]: for each token, the weighted sum over its experts in 0..E-1.
@@ -167,7 +173,7 @@ def _first_copies(
     tokens: tuple[jax.Array, jax.Array, dict[str, ExpertMatrix], jax.Array | None],
     routing: tuple[jax.Array, ...],
     *,
-    act: str,
+    act: str | ClampedGLU,
     implementation: str,
 ) -> jax.Array:
     """`local_experts` if only the first copies, in the order of experts, have an expert here."""
@@ -206,12 +212,22 @@ def _first_copies(
             change = change - low_rank(rows, matrix.a0, matrix.b0, matrix)
         return y + change * jnp.asarray(matrix.scale, y.dtype)
 
+    def add_bias(y, name, scale=None):
+        matrix = matrices[name]
+        if matrix.bias is None:
+            return y
+        bias = expert_rows(_of_layer(matrix.bias, matrix.layer), slots[order])
+        if scale is not None:
+            bias = bias.astype(jnp.float32) * scale[:, None]
+        return y + materialize(bias.astype(y.dtype))
+
     rows = dispatch(x, order, slot_of)
-    hidden = ACTIVATIONS[act](multiply(rows, "gate")) * multiply(rows, "up")
+    gate, up = (add_bias(multiply(rows, name), name) for name in ("gate", "up"))
+    hidden = gated(act, gate, up)
     # Apply the weights before the product, so that `combine` is a plain sum.
     scale = weights.reshape(-1)[order].astype(jnp.float32)
     hidden = (hidden.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
-    return combine(multiply(hidden, "down"), order, slot_of)
+    return combine(add_bias(multiply(hidden, "down"), "down", scale), order, slot_of)
 
 
 def _of_layer(stack: Tree, layer: jax.Array | None) -> Tree:
@@ -219,6 +235,25 @@ def _of_layer(stack: Tree, layer: jax.Array | None) -> Tree:
     if layer is None:
         return stack
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer, keepdims=False), stack)
+
+
+@jax.custom_vjp
+def expert_rows(of_experts: Float[Array, "E F"], slots: Int[Array, "m"]) -> Float[Array, "m F"]:
+    """The row of each slot's expert; slots of E have any row. The gradient sums in float32."""
+    return of_experts[jnp.minimum(slots, len(of_experts) - 1)]
+
+
+def _expert_rows_backward(saved, grad):
+    of_none, slots = saved
+    chosen = (slots[:, None] == jnp.arange(of_none.shape[1])).astype(grad.dtype)
+    total = jnp.einsum("mE,mF->EF", chosen, grad, preferred_element_type=jnp.float32)
+    return total.astype(of_none.dtype), None
+
+
+expert_rows.defvjp(
+    lambda of_experts, slots: (expert_rows(of_experts, slots), (of_experts[:, :0].T, slots)),
+    _expert_rows_backward,
+)
 
 
 @jax.custom_vjp

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
+from jaxrl.models.config import ClampedGLU, DecoderConfig, MLPConfig, MoEConfig
 from jaxrl.models.layers.chunks import (
     apply_to_chunks,
     join_positions,
@@ -28,6 +28,14 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "relu": jax.nn.relu,
 }
+
+
+def gated(act: str | ClampedGLU, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """act(gate) * up, or the clamped form of both."""
+    if not isinstance(act, ClampedGLU):
+        return ACTIVATIONS[act](gate) * up
+    gate, up = jnp.minimum(gate, act.limit), jnp.clip(up, -act.limit, act.limit)
+    return gate * jax.nn.sigmoid(act.alpha * gate) * (up + 1)
 
 
 @jax.custom_vjp
@@ -131,6 +139,7 @@ class SharedExpert(nnx.Module):
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MoEConfig):
         name = "mlp.shared_expert" if ffn.shared_gate else "mlp.shared_experts"
+        assert isinstance(ffn.act, str)
         self.mlp = MLP(make, cfg, MLPConfig(ffn.shared_F, ffn.act), name)
         options: Any = dict(lora=cfg.lora, base_dtype=cfg.base_dtype)
         shape, axes = (1, cfg.D), (None, "w_embed")

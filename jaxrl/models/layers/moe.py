@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.bits import materialize
 from jaxrl.models.config import DecoderConfig, MoEConfig
 from jaxrl.models.layers.experts import ExpertMatrix, sharded_experts
 from jaxrl.models.layers.linear import Adapter
@@ -25,14 +26,23 @@ HF_NAMES = {
     "qwen3_next": QWEN,
     "qwen3_5_moe": QWEN,
     "glm4_moe": QWEN,
+    "gpt_oss": ("mlp.router", *QWEN[1:]),  # in files all experts are in one (fused_experts.py)
     "mixtral": (
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.%s",
         ("w1", "w3", "w2"),
     ),
 }
-WITHOUT_ADAPTERS = ("qwen3_5_moe",)  # PEFT reads no adapters of the experts of these models
+WITHOUT_ADAPTERS = (
+    "qwen3_5_moe",
+    "gpt_oss",
+)  # PEFT reads no adapters of the experts of these models
 
+BIAS_AXES: dict[str, Axes] = {
+    "gate": ("experts", "ffw"),
+    "up": ("experts", "ffw"),
+    "down": ("experts", None),
+}
 AXES: dict[str, Axes] = {
     "gate": ("experts", "ffw", "w_embed"),
     "up": ("experts", "ffw", "w_embed"),
@@ -43,7 +53,8 @@ AXES: dict[str, Axes] = {
 class MoE(nnx.Module):
     """Σ over the k chosen experts e of w_e down_e(act(gate_e(x)) * up_e(x)).
 
-    The router (router.py) chooses the experts and their weights w_e by the logits x Wrᵀ.
+    The router (router.py) chooses the experts and their weights w_e by the logits x Wrᵀ. With
+    biases, these logits have one, and so have the three products of an expert.
     """
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MoEConfig):
@@ -54,7 +65,10 @@ class MoE(nnx.Module):
         self.implementation = cfg.grouped_matmul
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
         self.router = nnx.data(make(f"{router}.weight", (E, D), (None, "w_embed"), hf_shape=(E, D)))
-        correction = functools.partial(make, init="zeros", hf_shape=(E,), dtype="float32")
+        zeros = functools.partial(make, init="zeros")
+        bias = zeros(f"{router}.bias", (E,), (None,)) if ffn.bias else None
+        self.router_bias = nnx.data(bias)
+        correction = functools.partial(zeros, hf_shape=(E,), dtype="float32")
         self.correction = nnx.data(
             correction(f"{router}.{CORRECTION}", (E,), (None,)) if ffn.router.correction else None
         )
@@ -78,14 +92,21 @@ class MoE(nnx.Module):
             if ffn.names in WITHOUT_ADAPTERS:
                 raise ValueError(
                     f"adapters of experts ({hf[name]}): PEFT reads none of {ffn.names} models; "
-                    "leave experts out of config.lora.target_modules. The shared expert's are "
-                    f"'shared_expert.{hf[name]}' and so on"
+                    "leave experts out of config.lora.target_modules"
+                    + f". The shared expert's are 'shared_expert.{hf[name]}' and so on"
+                    * bool(ffn.shared_F)
                 )
             part, sizes, axes = expert % hf[name], out_in[name], AXES[name][1:]
             plain = dataclasses.replace(lora, dora=False)  # of a stack, the DoRA ones are elsewhere
             return Adapter(make_experts, part, plain, sizes, axes, n_out=1, hf_shape=sizes)
 
+        def expert_bias(name: str) -> Any:
+            size = out_in[name][:1]
+            part = f"{expert % hf[name]}.bias"
+            return zeros(part, (E, *size), BIAS_AXES[name], hf_shape=size) if ffn.bias else None
+
         self.gate, self.up, self.down = (nnx.data(weight(name)) for name in AXES)
+        self.bias: dict[str, Any] = nnx.data({name: expert_bias(name) for name in AXES})
         self.lora: dict[str, Adapter | None] = nnx.data({name: adapter(name) for name in AXES})
         # The matrices of all layers, with the index of this one; `with_stack` sets it.
         self.stack: dict[str, ExpertMatrix] | None = nnx.data(None)
@@ -103,6 +124,8 @@ class MoE(nnx.Module):
         logits = jnp.einsum(
             "BTD,ED->BTE", x, w, out_sharding=rows, preferred_element_type=jnp.float32
         )
+        if self.router_bias is not None:
+            logits = materialize(logits) + jax.reshard(self.router_bias, jax.P())
         correction = self.correction
         if correction is not None:
             correction = jax.reshard(correction, rules.gathered(None))
@@ -144,6 +167,7 @@ class MoE(nnx.Module):
         rest, nothing = jax.tree.map(lambda leaf: leaf, self), nnx.data(None)
         for name in AXES:
             setattr(rest, name, nothing)
+            rest.bias[name] = nothing
             if (lora := rest.lora[name]) is not None:
                 lora.a, lora.b, lora.a0, lora.b0 = (nothing,) * 4
         return rest, {name: self._matrix(name) for name in AXES}
@@ -158,11 +182,11 @@ class MoE(nnx.Module):
     def _matrix(self, name: str) -> ExpertMatrix:
         if self.stack is not None:
             return self.stack[name]
-        w, lora = getattr(self, name), self.lora[name]
+        w, lora, bias = getattr(self, name), self.lora[name], self.bias[name]
         if lora is None:
-            return ExpertMatrix(w)
+            return ExpertMatrix(w, bias=bias)
         parts = lora.a, lora.b, lora.a0, lora.b0
-        return ExpertMatrix(w, *parts, scale=lora.scale, n_stacked=lora.n_stacked)
+        return ExpertMatrix(w, *parts, bias=bias, scale=lora.scale, n_stacked=lora.n_stacked)
 
     def _matrix_specs(self, name: str, layout: Callable[..., jax.P]) -> ExpertMatrix:
         """PartitionSpecs of `_matrix`."""
@@ -170,7 +194,8 @@ class MoE(nnx.Module):
         stacked = matrix.layer is not None
         spec = functools.partial(layout, "layers") if stacked else layout
         w = stored_specs(matrix.w, spec, AXES[name], 1)
-        specs = dataclasses.replace(matrix, w=w, layer=jax.P() if stacked else None)
+        bias = None if matrix.bias is None else spec(*BIAS_AXES[name])
+        specs = dataclasses.replace(matrix, w=w, bias=bias, layer=jax.P() if stacked else None)
         if lora is None:
             return specs
         a, b = spec("experts", *lora.a_axes), spec("experts", *lora.b_axes)

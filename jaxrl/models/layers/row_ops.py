@@ -18,8 +18,13 @@ class RowOps(Protocol):
     the layers of its kind.
     """
 
-    def attend(self, q, k, v, spec: AttentionSpec, window, index, state) -> tuple[jax.Array, Any]:
-        """Attention of q [B, T, N, H] to k and v [B, T, K, H]; the output is [B, T, N, H]."""
+    def attend(
+        self, q, k, v, spec: AttentionSpec, window, index, state, sinks=None
+    ) -> tuple[jax.Array, Any]:
+        """Attention of q [B, T, N, H] to k and v [B, T, K, H]; the output is [B, T, N, H].
+
+        `sinks` [N] are one more logit of each head (kernels/sinks.py).
+        """
         ...
 
     def delta(self, qk, v, g, beta, conv, index, state) -> tuple[jax.Array, Any]:

@@ -1,6 +1,7 @@
 """Tests of jaxrl/data/chat/turns.py on the grammar of the chat templates that models have."""
 
 import datetime
+import functools
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.template import template_names
 from jaxrl.data.chat.turns import render_turns
+from jaxrl.tool_calls.calls import ToolCall
 from tests.data.families import DEEPSEEK, FAMILIES, TEMPLATES, vocabulary
 
 Q1, A1 = {"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "It is 3."}
@@ -326,6 +328,22 @@ def test_a_reply_keeps_the_reasoning_that_the_template_would_drop(make, family):
     assert "add\n</think>\n\n3" in seen and "add" not in renderer.text([Q1, THOUGHTS[0], Q2])
     opening = "<think>\n" if family in OPENED else ""
     assert seen.endswith(opening) and seen.count("And 3 + 4?") == 1
+
+
+def test_replies_of_harmony_follow_a_final_message_and_a_call(make):
+    """Its template ends the last turn with <|return|>, and earlier ones with <|end|>."""
+    renderer, stop = make("harmony")
+    reply = functools.partial(renderer.render_reply, stop=stop)
+    question = "<|start|>user<|message|>And 3 + 4?<|end|><|start|>assistant"
+    tokens = reply([Q2], ended=True), reply([Q2], ended=False)
+    texts = [renderer.decode(t, skip_special=False) for t in tokens]
+    assert texts == [question, f"<|end|>{question}"]
+    call = ToolCall("add", {"a": 1}, "call00000")
+    tokens = reply([{"role": "tool", "content": "3"}], ended=True, calls=[call])
+    assert renderer.decode(tokens, skip_special=False) == (
+        '<|start|>functions.tool to=assistant<|channel|>commentary<|message|>"3"<|end|>'
+        "<|start|>assistant"
+    )
 
 
 def test_a_system_prompt_is_not_repeated_in_a_reply(make):

@@ -4,6 +4,7 @@ Tests of jaxrl/models/files/quantized/ and of what reads them. golden_quantized/
 transformers and compressed-tensors (scripts/make_golden_quantized.py).
 """
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -116,6 +117,35 @@ def test_mxfp4_by_hand(tmp_path):
     assert values.shape == (1, 32, 2)  # experts, in, out
     np.testing.assert_array_equal(values[0, :2], [[2, 3], [-1, 0]])
     assert not values[0, 2:].any()
+
+
+def test_mxfp4_experts_of_gpt_oss_are_separated(tmp_path):
+    """The rows of gate and up are in turns; their values are those of the plain tensor."""
+    rng = np.random.default_rng(0)
+    parts = {
+        "m.experts.gate_up_proj_blocks": rng.integers(0, 256, (2, 6, 2, 16), np.uint8),
+        "m.experts.gate_up_proj_scales": rng.integers(120, 130, (2, 6, 2), np.uint8),
+        "m.experts.gate_up_proj_bias": rng.normal(size=(2, 6)).astype(BF16),
+        "m.experts.down_proj_bias": rng.normal(size=(2, 64)).astype(BF16),
+    }
+    fused = write_folder(tmp_path / "fused", dict(quant_method="mxfp4"), parts)
+    whole = read_tensor(find_tensors(fused)["m.experts.gate_up_proj"])
+    assert whole.shape == (2, 64, 6)
+    folder = write_folder(tmp_path / "apart", dict(quant_method="mxfp4"), parts)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(model_type="gpt_oss")))
+    found = find_tensors(folder)
+    assert len(found) == 2 * (2 + 3)
+    for e, (turn, name) in itertools.product(range(2), enumerate(("gate", "up"))):
+        one = found[f"m.experts.{e}.{name}_proj.weight"]
+        assert one.shape == (3, 64)
+        np.testing.assert_array_equal(read_tensor(one), whole[e, :, turn::2].T)
+        places = [np.array([2, 0]), np.array([40, 3])]
+        np.testing.assert_array_equal(one.read(places), whole[e, :, turn::2].T[np.ix_(*places)])
+        bias = read_tensor(found[f"m.experts.{e}.{name}_proj.bias"])
+        np.testing.assert_array_equal(bias, parts["m.experts.gate_up_proj_bias"][e, turn::2])
+        down = read_tensor(found[f"m.experts.{e}.down_proj.bias"])
+        np.testing.assert_array_equal(down, parts["m.experts.down_proj_bias"][e])
 
 
 def int4_parts() -> dict[str, np.ndarray]:

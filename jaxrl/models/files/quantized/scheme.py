@@ -48,6 +48,7 @@ class WeightFormat:
     block: tuple[int, int]  # rows and columns that share a scale; 0: all of them
     codes: str = ""  # suffix
     scale: str = "_scale"  # suffix
+    transposed: bool = False  # the values are [in, out] and the codes [out, in]
     symmetric: bool = True  # False: a zero point for every scale is subtracted from the codes
 
     @property
@@ -58,11 +59,6 @@ class WeightFormat:
     def is_packed(self) -> bool:
         """Whether codes are in words of 32 bits, and zero points too."""
         return self.table.startswith("packed")
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the values are [in, out] and the codes [out, in], as in experts of gpt-oss."""
-        return self.table == "mxfp4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +140,11 @@ def fp8_scheme(entry: Mapping[str, Any]) -> QuantizationScheme:
 
 
 def mxfp4_scheme(entry: Mapping[str, Any]) -> QuantizationScheme:
-    """MXFP4: two e2m1 codes in a byte, and an e8m0 scale for 32 inputs of an output."""
-    fmt = WeightFormat("mxfp4", (1, 32), codes="_blocks", scale="_scales")
+    """MXFP4: two e2m1 codes in a byte, and an e8m0 scale for 32 inputs of an output.
+
+    As in experts of gpt-oss, the values are [in, out].
+    """
+    fmt = WeightFormat("mxfp4", (1, 32), codes="_blocks", scale="_scales", transposed=True)
     return QuantizationScheme("MXFP4", (fmt,))
 
 

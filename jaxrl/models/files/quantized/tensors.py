@@ -32,7 +32,10 @@ TABLES = {
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix [R, C], or one of each expert [E, R, C]; the codes are in rows of whole bytes."""
+    """A matrix [R, C], or one of each expert [E, R, C]; the codes are in rows of whole bytes.
+
+    With `n_turns`, the rows of so many matrices are in turns, and this is the one at `turn`.
+    """
 
     format: WeightFormat
     n_experts: int  # 0: one matrix
@@ -40,11 +43,14 @@ class QuantizedTensor:
     codes: TensorInfo
     scale: TensorInfo  # [(E,) row blocks, column blocks]
     zero: TensorInfo | None = None  # as `scale`; that of packed codes is packed along its rows
+    n_turns: int = 1
+    turn: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the values."""
-        matrix = self.matrix[::-1] if self.format.transposed else self.matrix
+        matrix = self.matrix[0] // self.n_turns, self.matrix[1]
+        matrix = matrix[::-1] if self.format.transposed else matrix
         return (self.n_experts, *matrix) if self.n_experts else matrix
 
     @property
@@ -86,6 +92,12 @@ class QuantizedTensor:
             zero=self.zero and equal_part(self.zero, self.n_experts * n_parts, place),
         )
 
+    def interleaved_part(self, expert: int, turn: int, n_turns: int) -> "QuantizedTensor":
+        """The matrix [out, in] at `turn` of `n_turns` whose rows are in turns in an expert's."""
+        part = self.part(expert, 0, 1)
+        fmt = dataclasses.replace(part.format, transposed=False)
+        return dataclasses.replace(part, format=fmt, n_turns=n_turns, turn=turn)
+
     def read(self, places: Sequence[np.ndarray]) -> np.ndarray:
         """The values at all combinations of places, one array of numbers for each axis."""
         if self.n_experts:
@@ -95,6 +107,7 @@ class QuantizedTensor:
                 out[i] = self.part(int(expert), 0, 1).read(rest)
             return out
         rows, columns = places[::-1] if self.format.transposed else places
+        rows = rows * self.n_turns + self.turn
         step = max(1, CHUNK // max(1, len(columns)))
         out = np.empty((len(rows), len(columns)), BF16)
         for i in range(0, len(rows), step):

@@ -1,0 +1,116 @@
+"""Tensors of all experts of a layer <-> those of each expert.
+
+Most files have `experts.gate_up_proj` [E, 2F, D], with all rows of gate before those of up, and
+`experts.down_proj` [E, D, F]. Those of gpt-oss are [E, D, 2F] and [E, F, D], with gate and up in
+turns; their biases are `gate_up_proj_bias` [E, 2F] and `down_proj_bias` [E, D]. Its quantized codes
+are [E, 2F, D]. transformers reads gpt-oss only in this form, so an export joins its experts again.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.json_text import read_object
+from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor
+from jaxrl.models.files.safetensors import Tensor, TensorInfo
+
+FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+INTERLEAVED = ("gpt_oss",)  # model types with the second form
+ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
+ADVICE = "use the model's own config.json"
+
+
+def has_interleaved_experts(folder: Path) -> bool:
+    """Whether the fused experts of a model folder are [E, in, out], gate and up in turns."""
+    path = folder / "config.json"
+    return path.exists() and read_object(path, ADVICE).get("model_type") in INTERLEAVED
+
+
+def separate_experts(name: str, info: FileTensor, *, interleaved: bool) -> dict[str, FileTensor]:
+    """The matrices, or biases, of each expert in a tensor of all experts; others as they are."""
+    stem, _, last = name.rpartition(".")
+    if not stem.endswith(".experts"):
+        return {name: info}
+    if interleaved:
+        return separate_interleaved(stem, last, info)
+    parts = FUSED_EXPERTS.get(last, ())
+    fused = parts and len(info.shape) == 3
+    fused = fused and not (isinstance(info, QuantizedTensor) and info.format.transposed)
+    if not fused or info.shape[1] % len(parts):
+        return {name: info}
+    shape = info.shape[1] // len(parts), info.shape[2]
+    n_bytes = math.prod(shape) * info.dtype.itemsize
+    experts = range(info.shape[0])
+    names = [f"{stem}.{expert}.{part}.weight" for expert in experts for part in parts]
+    if isinstance(info, QuantizedTensor):
+        n = len(parts)
+        return {part: info.part(i // n, i % n, n) for i, part in enumerate(names)}
+    return {
+        part: TensorInfo(info.path, info.dtype, shape, info.start + i * n_bytes)
+        for i, part in enumerate(names)
+    }
+
+
+def separate_interleaved(stem: str, last: str, info: FileTensor) -> dict[str, FileTensor]:
+    """`separate_experts` of a tensor [E, in, out], or of biases [E, out]."""
+    is_bias = last.endswith("_bias")
+    parts = FUSED_EXPERTS.get(last.removesuffix("_bias"), ())
+    n = len(parts)
+    if not parts or len(info.shape) != (2 if is_bias else 3) or info.shape[-1] % n:
+        return {f"{stem}.{last}": info}
+
+    def part(expert: int, i: int) -> FileTensor:
+        if isinstance(info, QuantizedTensor):
+            return info.interleaved_part(expert, i, n)
+        start = info.start + (expert * math.prod(info.shape[1:]) + i) * info.dtype.itemsize
+        shape, strides = (info.shape[-1] // n,), (n,)
+        if not is_bias:
+            shape, strides = (*shape, info.shape[1]), (*strides, info.shape[2])
+        return TensorInfo(info.path, info.dtype, shape, start, strides)
+
+    kind = "bias" if is_bias else "weight"
+    return {
+        f"{stem}.{expert}.{name}.{kind}": part(expert, i)
+        for expert in range(info.shape[0])
+        for i, name in enumerate(parts)
+    }
+
+
+def join_experts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The inverse of `separate_interleaved`, for the tensors to write; others as they are."""
+    others, apart = [], dict[str, list[Tensor]]()
+    for tensor in tensors:
+        if (found := ONE_EXPERT.fullmatch(tensor.name)) is None:
+            others.append(tensor)
+            continue
+        stem, _, part, kind = found.groups()
+        fused = next(name for name, parts in FUSED_EXPERTS.items() if part in parts)
+        name = f"{stem}.{fused}" + ("_bias" if kind == "bias" else "")
+        apart.setdefault(name, []).append(tensor)
+    return others + [joined_tensor(name, found) for name, found in apart.items()]
+
+
+def joined_tensor(name: str, parts: list[Tensor]) -> Tensor:
+    """One tensor of all experts, of the matrices [out, in] or biases [out] of each."""
+
+    def place(tensor: Tensor) -> tuple[int, int]:
+        found = ONE_EXPERT.fullmatch(tensor.name)
+        assert found is not None
+        return int(found[2]), int(found[3] == "up_proj")
+
+    ordered = sorted(parts, key=place)
+    n = 1 + max(place(tensor)[1] for tensor in ordered)
+    *into, out = ordered[0].shape[::-1]
+    shape = (len(ordered) // n, *into, n * out)
+
+    def read() -> np.ndarray:
+        values = np.empty(shape, ordered[0].dtype)
+        for i, tensor in enumerate(ordered):
+            values[i // n, ..., i % n :: n] = tensor.read().T
+        return values
+
+    return dataclasses.replace(ordered[0], name=name, shape=shape, read=read)
