@@ -133,7 +133,9 @@ def run_programs(
     roles |= dict(role_decoders or {})
     dtype, decoder = for_platform(cfg, decoder, target_platform())
     decoder = with_adapters(cfg.lora, decoder)
-    if workload is not None:
+    if workload is None:
+        cfg, _ = with_router_replay(cfg, decoder, target_platform())
+    else:
         decoder = dataclasses.replace(decoder, heads=workload.heads)
     models, layouts = _models(cfg, decoder, roles, dtype, workload)
     params = models.state.params
