@@ -1,8 +1,7 @@
 """The experts that a run replays: learner.router_replay with "auto" resolved.
 
-R2: the routing of the old policy, https://arxiv.org/abs/2507.18071 (section 5.3). R3: the routing of
-the rollout, https://arxiv.org/abs/2510.11370. Both names are those of
-https://arxiv.org/abs/2512.01374.
+R2 is the routing of the old policy (https://arxiv.org/abs/2507.18071, section 5.3), R3 that of the
+rollout (https://arxiv.org/abs/2510.11370). https://arxiv.org/abs/2512.01374 compares them.
 """
 
 import dataclasses

@@ -33,6 +33,7 @@ from jaxrl.learner.requirements import (
     shares_base,
 )
 from jaxrl.learner.roles import make_learner
+from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import with_adapters, without_adapters

@@ -85,6 +85,7 @@ def make_engine(
     implementation: str | None = None,
     rules: Rules = DECODE,
     keep_support: bool = False,
+    keep_experts: bool = False,
     filters: tuple[str, ...] = FILTERS,
     adjustable: bool = False,
     **changes,
@@ -98,6 +99,7 @@ def make_engine(
         eos_ids=(1,),
         implementation=implementation,
         keep_support=keep_support,
+        keep_experts=keep_experts,
         filters=filters,
         adjustable=adjustable,
     )

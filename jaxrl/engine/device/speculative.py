@@ -16,7 +16,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from jaxrl.engine.device.adjustments import RowState, count_drafts
 from jaxrl.engine.device.decode_loop import (
