@@ -84,6 +84,9 @@ class Rollout:
     # top_p and min_p; None: equal to `logp`
     behavior_logp: np.ndarray | None = None
     support: TokenSets | None = None  # the tokens that the filters kept; None if not recorded
+    # uint8 or uint16 [response_len, L, k], of the L layers with experts: those of the forward pass
+    # that sampled each token; None if not recorded, 0 at tokens that the model did not sample
+    experts: np.ndarray | None = None
     episode: Episode | None = None  # None if the prompt was answered without an environment
     # Further sequences of the episode, if it had several conversations (rollout/agents/)
     branches: tuple["Rollout", ...] = ()
@@ -161,6 +164,7 @@ class TrainingSample:
     rollout_logp: np.ndarray | None = None  # float32 [response_len]; None if not sampled
     behavior_logp: np.ndarray | None = None  # float32 [response_len]; None: equal to rollout_logp
     support: TokenSets | None = None  # tokens that ratios are restricted to; None: all
+    experts: np.ndarray | None = None  # [response_len, L, k], to replay where loss_mask is True
     turn_rewards: np.ndarray | None = None  # float32 [response_len], at the ends of turns
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
     advantages: np.ndarray | None = None  # float32 [response_len]
@@ -215,6 +219,9 @@ class Batch:
     # The tokens that ratios are restricted to: data.support.PackedSets on the host, bitsets
     # uint32 [B, T, W] on the device; None: all
     support: Any = None
+    # The experts of tokens[:, t] to replay: data.routing.PackedExperts on the host, int16
+    # [B, T, L, k] on the device, negative where the router chooses; None: everywhere
+    experts: Any = None
 
 
 @struct.dataclass

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.routing import pack_experts
 from jaxrl.data.rows import (
     Chain,
     Placement,
@@ -269,6 +270,9 @@ def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ra
         if any(samples[s.item].support is not None for s in spans):
             located = [(samples[s.item].support, int(s.row * T + s.start)) for s in spans]
             batch = dataclasses.replace(batch, support=pack_sets(located))
+        routed = [(samples[s.item].experts, samples[s.item].loss_mask, s) for s in spans]
+        experts = pack_experts([(e, mask, int(s.row * T + s.start)) for e, mask, s in routed])
+        batch = dataclasses.replace(batch, experts=experts)
         packed.append(Packed(batch, spans))
     return packed
 

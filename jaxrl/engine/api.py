@@ -114,6 +114,8 @@ class Generated:
     behavior_logp: np.ndarray
     finish: str  # "stop" | "length" | "error" (of the grammar) | "" while unfinished
     support: TokenSets | None = None  # the tokens that the filters kept; None if not recorded
+    # [n_new, L, k] of the L layers with experts, in the passes that sampled; None if not recorded
+    experts: np.ndarray | None = None
     top: TopTokens | None = None  # if the request wants them
     error: str = ""  # of the grammar
     version: int = 0  # policy version that sampled the tokens

@@ -21,11 +21,7 @@ from jaxrl.engine.device.batches import (
 )
 from jaxrl.engine.device.decode_loop import DecodeOutput, DecodeRound
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
-from jaxrl.engine.device.model_runner import (
-    Dispatch,
-    ModelRunner,
-    in_calls,
-)
+from jaxrl.engine.device.model_runner import Dispatch, ModelRunner, in_calls
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.prefill import PrefillChunk, PrefillWork
 from jaxrl.engine.replicas import ReplicaScheduler
@@ -34,6 +30,7 @@ from jaxrl.engine.states import StateSlots
 from jaxrl.engine.windows import WindowPages
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kv_cache import page_dtype
+from jaxrl.models.router_replay import routing_shape
 from jaxrl.runtime.compilation import CompileThreads, compile_in_threads
 from jaxrl.types import Tree
 from sharding import Rules, needs_trial_run
@@ -58,6 +55,7 @@ class PagedEngine:
         eos_ids: tuple[int, ...] = (),
         implementation: str | None = None,
         keep_support: bool = False,
+        keep_experts: bool = False,
         filters: tuple[str, ...] = (),
         adjustable: bool = False,
     ):
@@ -65,15 +63,17 @@ class PagedEngine:
 
         `eos_ids` end a response in addition to the stop_token_ids of each request. `keep_support`
         returns the tokens that sampling filters keep, for one bit per token of the vocabulary and
-        sampled token on the device. `filters` are the sampling filters that requests may have, by
-        their config keys; with any, `warmup` compiles a second variant of the decode programs for
-        batches in which a request has one. `adjustable` accepts requests with adjustments and top
-        logprobs, for which `warmup` compiles another variant. Raises ValueError for invalid limits.
+        sampled token on the device, `keep_experts` the experts that sampled each token. `filters`
+        are the sampling filters that requests may have, by their config keys; with any, `warmup`
+        compiles a second variant of the decode programs for batches in which a request has one.
+        `adjustable` accepts requests with adjustments and top logprobs, with another variant.
+        Raises ValueError for invalid limits.
         """
         check_limits(rollout, cfg, max_len)
         self.cfg, self.rollout = cfg, rollout
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
         self.keep_support, self.filters, self.adjustable = keep_support, filters, adjustable
+        self.routing = routing_shape(cfg) if keep_experts else None
         self.pool = KVPoolSpec(
             cfg,
             rollout.page_len,
@@ -93,6 +93,7 @@ class PagedEngine:
             eos_ids=self.eos_ids,
             implementation=implementation,
             keep_support=keep_support,
+            keep_experts=keep_experts,
             filters=filters,
             n_pages=lambda: self.scheduler.pool.n_pages,
             on_failure=self.release,
@@ -425,6 +426,7 @@ class PagedEngine:
             behavior_logp=output.behavior_logp[row, :n_new],
             finish=finish,
             support=output.kept_tokens(row, n_new) if self.keep_support else None,
+            experts=output.row_experts(row, n_new, self.routing) if self.routing else None,
             top=output.top_tokens(row, n_new) if seq.request.top_logprobs else None,
             error=error,
             version=self.scheduler.version,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.kernels.logprob import TokenScores, token_scores
@@ -25,6 +25,7 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.models.layers.router import RouterLoad
 from jaxrl.models.lora import combine, split
 from jaxrl.models.packed import forward_routed, pipelined_gradients
+from jaxrl.models.router_replay import expert_dtype, recorded, recording
 from jaxrl.types import Batch, Tree
 from sharding import Rules, target_platform, unshuffle
 
@@ -44,10 +45,27 @@ def score_tokens(
     Both are 0 at other tokens, for example of prompts: they skip the product with the vocabulary.
     The logprob is under the policy restricted to the supports of the batch, if it has them.
     """
-    hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
+    return _target_scores(params, batch, cfg=cfg, rules=rules, remat=remat)[:2]
+
+
+@jax.named_scope("score")
+def score_and_record(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Integer[Array, "B T L k"]]:
+    """`score_tokens`, and the experts of every token in each layer that has some."""
+    model = recording(params)
+    logp, entropy, load = _target_scores(model, batch, cfg=cfg, rules=rules, remat="none")
+    return logp, entropy, recorded(load, expert_dtype(params.cfg))
+
+
+def _target_scores(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], RouterLoad | None]:
+    hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
     scores = _scorer(params, hidden, batch, cfg=cfg, rules=rules)()
     restricted = batch.support is not None
-    return scores.logp - scores.log_mass if restricted else scores.logp, scores.entropy
+    logp = scores.logp - scores.log_mass if restricted else scores.logp
+    return logp, scores.entropy, load
 
 
 def count_tokens(
@@ -147,6 +165,7 @@ def loss_sums(
     over the whole mini-batch, adds router_aux_coef times the load-balancing loss.
     """
     hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
+    batch = dataclasses.replace(batch, experts=None)  # the reference has other ones
     ref = _reference(ref_params, batch, cfg=cfg, rules=rules)
     loss, sums = objective(params, ref, hidden, batch, coefs, cfg=cfg, rules=rules)
     load = _router_load(params, load)
@@ -192,6 +211,7 @@ def _gradients_1f1b(
     rules: Rules,
 ) -> tuple[Tree, LossSums]:
     """`loss_gradients` row by row. The hidden states of a reference are those of all rows."""
+    inputs, batch = _packed_inputs(batch, cfg), dataclasses.replace(batch, experts=None)
     ref = _reference(ref_params, batch, cfg=cfg, rules=rules)
     hidden_ref, unembed_ref = ref or (None, None)
 
@@ -200,8 +220,9 @@ def _gradients_1f1b(
         ref = None if hidden_ref is None else (hidden_ref, unembed_ref)
         return objective(params, ref, hidden, batch, coefs, cfg=cfg, rules=rules)
 
-    zero_load = _router_load(params, no_load(params.cfg))
-    load_gradient = jax.tree.map(jnp.zeros_like, no_load(params.cfg))
+    no_tokens = no_load(params.cfg, replays=inputs["experts"] is not None)
+    zero_load = _router_load(params, no_tokens)
+    load_gradient = jax.tree.map(jnp.zeros_like, no_tokens)
     if zero_load is not None:
         load_gradient = jax.grad(lambda load: _aux_loss(load, balance, cfg))(zero_load)
     grads, sums, load = pipelined_gradients(
@@ -210,7 +231,7 @@ def _gradients_1f1b(
         rows=(batch, hidden_ref),
         zero_sums=dataclasses.replace(zero_sums(cfg.algorithm, params.cfg), router=None),
         load_gradient=load_gradient,
-        **_packed_inputs(batch, cfg),
+        **inputs,
         rules=rules,
         remat=cfg.learner.remat,
     )
@@ -266,6 +287,7 @@ def _packed_inputs(batch: Batch, cfg: RunConfig) -> dict[str, Any]:
         positions=batch.positions,
         until=batch.until if cfg.shares_prefixes else None,
         copies=batch.copies,
+        experts=batch.experts,
         implementation=None if cfg.model.attention == "auto" else cfg.model.attention,
         matmul_dtype=cfg.learner.matmul_dtype,
         mlp_chunk=cfg.learner.mlp_chunk,

@@ -80,10 +80,10 @@ class Coefs:
     mean_weight: Tree = 1.0  # float32 [], of the importance weights, which are divided by it
 
 
-def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig) -> LossSums:
+def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig, *, replays: bool = False) -> LossSums:
     """Sums over no micro-batches, with the metric names of the model's heads.
 
-    A "vocab" head has the policy's metrics, a "score" head the critic's.
+    A "vocab" head has the policy's metrics, a "score" head the critic's. `replays` as in `no_load`.
     """
     zero = jnp.zeros((), jnp.float32)
     losses, means, maxima = (), (), ()
@@ -98,7 +98,7 @@ def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig) -> LossSums:
         weight=zero,
         means=dict.fromkeys(means, (zero, zero)),
         maxima=dict.fromkeys(maxima, zero - jnp.inf),
-        router=no_load(model) if "vocab" in model.heads else None,
+        router=no_load(model, replays=replays) if "vocab" in model.heads else None,
     )
 
 

@@ -16,13 +16,12 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, empty_batch
-from jaxrl.data.support import to_bits
 from jaxrl.layout import training_rules
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, shares_base
 from jaxrl.learner.roles import Learner
 from jaxrl.learner.scorer import Scorer
-from jaxrl.learner.step import Update
+from jaxrl.learner.step import Update, for_device
 from jaxrl.models.lora import split
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, on_mesh, to_device
@@ -66,6 +65,7 @@ class TrainingProgram:
     offloads: tuple[str, ...] = ()  # roles of learner.offload that are on the devices meanwhile
     n_joined: Sequence[int] = (1,)  # micro-batches of one call, ascending
     n_vocab: int = 0  # ids in the bitsets of supports; 0: the programs read none
+    routing: tuple[int, int] | None = None  # shape of a token's experts; None: they read none
     on_mesh: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     with_pages: bool = False  # runs while the engine has its KV pages
 
@@ -89,7 +89,8 @@ class TrainingProgram:
 
         with self.on_mesh():
             shape, rules = (self.n_ranks * rows, row_len), self.rules
-            lowerings = self.lower(abstract_batch(*shape, rules, n_vocab=self.n_vocab))
+            batch = abstract_batch(*shape, rules, n_vocab=self.n_vocab, routing=self.routing)
+            lowerings = self.lower(batch)
         return {name: functools.partial(lower_on_mesh, one) for name, one in lowerings.items()}
 
     def calls(self, program: str, n_tokens: int) -> int:
@@ -169,6 +170,7 @@ def _policy_update(models: TrainingModels) -> TrainingProgram:
         state=state,
         offloads=("reference",) if full_kl else (),
         n_vocab=models.update.n_vocab(models.state.params),
+        routing=models.update.routing(models.state.params),
     )
 
 
@@ -288,6 +290,7 @@ def _logp_program(
         reads={name: (counted,)},
         n_joined=sorted({scorer.n_least, scorer.n_joined}),
         n_vocab=weights().cfg.V if scorer.restricted else 0,
+        routing=scorer.routing(weights()),
         on_mesh=scorer.layout.on_mesh,
     )
 
@@ -308,14 +311,18 @@ def _abstract(params: Tree) -> Tree:
     return None if params is None else on_mesh(params, jax.sharding.get_mesh())
 
 
-def abstract_batch(n_rows: int, row_len: int, rules: Rules, *, n_vocab: int = 0) -> Batch:
-    """A micro-batch on the current mesh, with bitsets of the supports if `n_vocab` is not 0."""
+def abstract_batch(
+    n_rows: int,
+    row_len: int,
+    rules: Rules,
+    *,
+    n_vocab: int = 0,
+    routing: tuple[int, int] | None = None,
+) -> Batch:
+    """A micro-batch on the current mesh; `n_vocab` and `routing` as in `put_batch`."""
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
 
     def abstract(a: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n_rows, *a.shape[1:]), a.dtype, sharding=sharding)
 
-    batch = empty_batch(1, row_len)
-    if n_vocab:
-        batch = dataclasses.replace(batch, support=to_bits(None, (1, row_len), n_vocab))
-    return jax.tree.map(abstract, batch)
+    return jax.tree.map(abstract, for_device(empty_batch(1, row_len), n_vocab, routing))

@@ -102,11 +102,12 @@ def make_scorers(
     """(policy scorer, reference scorer, config of the reference model)."""
     restricted = cfg.algorithm.keep_sampling_mask
     layout = role_layout(cfg, "score", decoder, dtype)
-    scorer = ref_scorer = Scorer(cfg, layout, cfg.score, restricted=restricted)
+    replay = cfg.learner.router_replay
+    scorer = ref_scorer = Scorer(cfg, layout, cfg.score, restricted=restricted, replay=replay)
     ref_decoder = dataclasses.replace(decoder, lora=None)
     if cfg.algorithm.teacher:
         ref_decoder = for_platform(cfg, backbones["teacher"], target_platform())[1]
-    if cfg.ref != cfg.score or ref_decoder != decoder or restricted:
+    if cfg.ref != cfg.score or ref_decoder != decoder or restricted or cfg.learner.replays:
         ref_layout = role_layout(cfg, "ref", ref_decoder, dtype)
         ref_scorer = Scorer(cfg, ref_layout, cfg.ref, of_training=shares_base(cfg))
     return scorer, ref_scorer, ref_decoder

@@ -14,6 +14,7 @@ of every expert by a fixed rate, against the error of its load
 (https://arxiv.org/abs/2408.15664, algorithm 1).
 """
 
+import dataclasses
 import functools
 import re
 
@@ -38,13 +39,14 @@ class Balance:
     weight: types.Array  # float32 [], the divisor of the summed loss
 
 
-def no_load(model: DecoderConfig) -> RouterLoad | None:
-    """Zero load; None for a dense model."""
+def no_load(model: DecoderConfig, *, replays: bool = False) -> RouterLoad | None:
+    """Zero load, also of replayed tokens with `replays`; None for a dense model."""
     experts = model.expert_layers
     if not experts:
         return None
     zeros = jnp.zeros((len(experts), experts[0].E), jnp.float32)
-    return RouterLoad(prob=zeros, count=zeros, n_tokens=zeros[:, 0])
+    load = RouterLoad(prob=zeros, count=zeros, n_tokens=zeros[:, 0])
+    return dataclasses.replace(load, replayed=zeros[:, 0], changed=zeros[:, 0]) if replays else load
 
 
 def balance_loss(load: RouterLoad, total: RouterLoad) -> Float[Array, ""]:
@@ -58,14 +60,23 @@ def balance_loss(load: RouterLoad, total: RouterLoad) -> Float[Array, ""]:
 
 
 def router_metrics(load: RouterLoad | None) -> dict[str, Float[Array, ""]]:
-    """L, and the maximum and minimum load of an expert in any layer, relative to the mean load."""
+    """L, and the maximum and minimum load of an expert in any layer, relative to the mean load.
+
+    With router replay, also the fraction of replayed tokens that the router would send to other
+    experts, over all layers.
+    """
     if load is None:
         return {}
+    changed = {}
+    if load.replayed is not None:
+        n = jnp.maximum(jnp.sum(load.replayed), 1.0)
+        changed["router/changed_fraction"] = jnp.sum(load.changed) / n
     mean = jnp.maximum(jnp.mean(load.count, axis=-1, keepdims=True), 1e-9)
     return {
         "router/balance_loss": balance_loss(load, load),
         "router/load_max": jnp.max(load.count / mean),
         "router/load_min": jnp.min(load.count / mean),
+        **changed,
     }
 
 

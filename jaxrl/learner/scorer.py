@@ -10,9 +10,11 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig, ScoringConfig
 from jaxrl.data.packing import empty_batch
+from jaxrl.data.routing import all_experts, join_packed_experts
 from jaxrl.data.support import join_packed
 from jaxrl.layout import Layout, training_rules
 from jaxrl.learner.step import call_queue, make_score, put_batch, take_tokens
+from jaxrl.models.router_replay import routing_shape
 from jaxrl.runtime.flat_program import flatten
 from jaxrl.types import Batch, Tree
 
@@ -28,13 +30,16 @@ class Scorer:
         *,
         restricted: bool = False,
         of_training: bool = False,
+        replay: str = "off",
     ):
         """`restricted`: under the supports of the batches.
 
-        `of_training`: all parameters are given in training's layout; calls reshard them.
+        `of_training`: all parameters are given in training's layout; calls reshard them. `replay`
+        is learner.router_replay, for the policy: it records experts (R2) or gets them (R3).
         """
         self.layout, self.restricted, self.of_training = layout, restricted, of_training
-        self.score = make_score(cfg, layout.rules)
+        self.records, self.replays = replay == "R2", replay == "R3"
+        self.score = make_score(cfg, layout.rules, records=self.records)
         self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
         self.n_least = micro_batches_per_call(cfg, layout)
 
@@ -51,23 +56,54 @@ class Scorer:
         the remaining ones so that a rank has the same number of rows as in training. `on_batch` is
         called before each device call.
         """
-        if not self.of_training:
-            return self._logps(params, batches, on_batch)
-        with self.layout.weights(params) as resharded:
-            return self._logps(resharded, batches, on_batch)
+        return [logp for logp, *_ in self._scores(params, batches, on_batch)]
 
-    def _logps(
+    def with_old_logp(
+        self,
+        params: Tree,
+        batches: Sequence[Batch],
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[Batch]:
+        """The batches with `logps` as old_logp and, if it records them, the experts to replay."""
+        filled = []
+        for batch, (logp, *experts) in zip(
+            batches, self._scores(params, batches, on_batch), strict=True
+        ):
+            batch = dataclasses.replace(batch, old_logp=logp)
+            if experts:
+                packed = all_experts(experts[0], batch.segments)
+                batch = dataclasses.replace(batch, experts=packed)
+            filled.append(batch)
+        return filled
+
+    def routing(self, params: Tree) -> tuple[int, int] | None:
+        """The shape of the experts of a token in a batch; None if the scorer replays none."""
+        return routing_shape(params.cfg) if self.replays else None
+
+    def _scores(
         self, params: Tree, batches: Sequence[Batch], on_batch: Callable[[], None]
-    ) -> list[np.ndarray]:
+    ) -> list[tuple[np.ndarray, ...]]:
+        """(logprobs [B, T], experts [B, T, L, k] if it records them) of each micro-batch."""
+        if not self.of_training:
+            return self._score(params, batches, on_batch)
+        with self.layout.weights(params) as resharded:
+            return self._score(resharded, batches, on_batch)
+
+    def _score(
+        self, params: Tree, batches: Sequence[Batch], on_batch: Callable[[], None]
+    ) -> list[tuple[np.ndarray, ...]]:
         by_shape = collections.defaultdict(list)
         for i, batch in enumerate(batches):
             by_shape[batch.tokens.shape].append(i)
-        found: dict[int, np.ndarray] = {}
+        found: dict[int, tuple[np.ndarray, ...]] = {}
         n_vocab, flat = params.cfg.V if self.restricted else 0, flatten(params)
+        put = functools.partial(
+            put_batch, rules=self.layout.rules, n_vocab=n_vocab, routing=self.routing(params)
+        )
 
-        def read(group: list[int], n_joined: int, logp: jax.Array) -> None:
-            rows = take_tokens(logp, self.layout.rules)
-            found.update(zip(group, np.split(rows, n_joined), strict=False))
+        def read(group: list[int], n_joined: int, kept: list[jax.Array]) -> None:
+            rows = [np.split(take_tokens(a, self.layout.rules), n_joined) for a in kept]
+            found.update(zip(group, zip(*rows, strict=True), strict=False))
 
         with call_queue(n_vocab) as calls:
             for shape, indices in by_shape.items():
@@ -76,8 +112,8 @@ class Scorer:
                     joined = join_batches([*(batches[i] for i in group), *padding])
                     calls.make_room()
                     on_batch()
-                    logp = self.score(flat, put_batch(joined, self.layout.rules, n_vocab))[0]
-                    calls.add(functools.partial(read, group, n_joined, logp))
+                    logp, _, *experts = self.score(flat, put(joined))
+                    calls.add(functools.partial(read, group, n_joined, [logp, *experts]))
         return [found[i] for i in range(len(batches))]
 
     def warm_up(self, params: Tree, batch: Batch) -> None:
@@ -96,11 +132,13 @@ class Scorer:
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
     """Host batches of one shape as one batch, with the rows of the first one first."""
-    supports = [part.support for part in parts]
-    plain = [dataclasses.replace(part, support=None) for part in parts]
-    joined = jax.tree.map(lambda *rows: np.concatenate(rows), *plain)
-    support = join_packed(supports, size=parts[0].tokens.size)
-    return dataclasses.replace(joined, support=support)
+    plain = [dataclasses.replace(part, support=None, experts=None) for part in parts]
+    joined, size = jax.tree.map(lambda *rows: np.concatenate(rows), *plain), parts[0].tokens.size
+    return dataclasses.replace(
+        joined,
+        support=join_packed([part.support for part in parts], size),
+        experts=join_packed_experts([part.experts for part in parts], size),
+    )
 
 
 def micro_batches_per_call(cfg: RunConfig, layout: Layout, token_budget: int = 0) -> int:

@@ -12,7 +12,8 @@ import optax
 from flax import struct
 
 import sharding
-from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.routing import to_array
 from jaxrl.data.support import to_bits
 from jaxrl.learner.host_gradients import add_gradients
 from jaxrl.learner.loss import (
@@ -20,6 +21,7 @@ from jaxrl.learner.loss import (
     count_tokens,
     loss_gradients,
     policy_objective,
+    score_and_record,
     score_tokens,
     score_values,
     value_objective,
@@ -38,6 +40,7 @@ from jaxrl.learner.state import apply_gradients, trained_arrays, with_trained
 from jaxrl.learner.xla import compiler_options
 from jaxrl.learner.zero import Zero
 from jaxrl.models.lora import split
+from jaxrl.models.router_replay import routing_shape
 from jaxrl.runtime.call_queue import MAX_IN_FLIGHT, CallQueue
 from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
 from jaxrl.types import Array, Batch, TrainState, Tree
@@ -61,14 +64,26 @@ class GradSums:
     squares: Array | None = None  # squared norm of grads in host memory; None on the device
 
 
-def put_batch(batch: Batch, rules: Rules, n_vocab: int = 0) -> Batch:
+def put_batch(
+    batch: Batch, rules: Rules, n_vocab: int = 0, routing: tuple[int, int] | None = None
+) -> Batch:
     """Puts a host batch onto the mesh, rows sharded over the data-parallel axes.
 
     Tokens are in the order of the rules (zig-zag for ring attention). Every process passes the
-    whole batch. The supports become bitsets of `n_vocab` ids, or are left out if it is 0.
+    whole batch. The supports become bitsets of `n_vocab` ids, or are left out if it is 0; the
+    experts become arrays of the shape `routing` per token, or are left out without one.
     """
-    support = to_bits(batch.support, batch.tokens.shape, n_vocab) if n_vocab else None
-    return sharding.put_batch(dataclasses.replace(batch, support=support), rules)
+    return sharding.put_batch(for_device(batch, n_vocab, routing), rules)
+
+
+def for_device(batch: Batch, n_vocab: int = 0, routing: tuple[int, int] | None = None) -> Batch:
+    """A host batch whose supports and experts are arrays, as in `put_batch`."""
+    shape = batch.tokens.shape
+    return dataclasses.replace(
+        batch,
+        support=to_bits(batch.support, shape, n_vocab) if n_vocab else None,
+        experts=to_array(batch.experts, shape, routing) if routing else None,
+    )
 
 
 def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
@@ -76,13 +91,14 @@ def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
     return row_order(hosts.host_array(per_token), rules)
 
 
-def make_score(cfg: RunConfig, rules: Rules) -> FlatProgram:
+def make_score(cfg: RunConfig, rules: Rules, *, records: bool = False) -> FlatProgram:
     """Compiled score(params, batch) -> (logp, entropy) [B, T] of the targets.
 
-    `take_tokens` brings the results to the host.
+    With `records`, also the experts [B, T, L, k]. `take_tokens` brings the results to the host.
     """
+    score = score_and_record if records else score_tokens
     return FlatProgram(
-        functools.partial(score_tokens, cfg=cfg, rules=rules), compiler_options=_options(cfg)
+        functools.partial(score, cfg=cfg, rules=rules), compiler_options=_options(cfg)
     )
 
 
@@ -127,11 +143,10 @@ class Update:
         self._adapts = adapts_coefs(cfg)
         self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
         self._offload = "gradients" in cfg.learner.offload
-        zeros = functools.partial(
-            _zeros, cfg=cfg.algorithm, zero=optimizer.zero, offload=self._offload
-        )
+        self._replays = cfg.learner.replays
+        zeros = functools.partial(_zeros, cfg=cfg, zero=optimizer.zero, offload=self._offload)
         self.zeros = FlatProgram(zeros)
-        self.zero_balance = FlatProgram(_zero_balance)
+        self.zero_balance = FlatProgram(functools.partial(_zero_balance, replays=self._replays))
         program = functools.partial(FlatProgram, compiler_options=_options(cfg))
         count = functools.partial(count_tokens, cfg=cfg, rules=rules)
         self.count = program(count, donate_argnames="so_far")
@@ -158,6 +173,7 @@ class Update:
         """
         params, ref_params = flatten(state.params), flatten(ref_params)
         total, n_vocab = self.zeros(params), self.n_vocab(state.params)
+        put = functools.partial(self.put, n_vocab=n_vocab, routing=self.routing(state.params))
         balance, arrays = self.balance(params, batches, extra_weight), self._arrays(coefs)
 
         def read(i: int, weight: jax.Array) -> None:
@@ -171,7 +187,7 @@ class Update:
                     params,
                     ref_params,
                     total,
-                    self.put(batch, n_vocab=n_vocab),  # no name: it would outlive its call
+                    put(batch),  # no name: it would outlive its call
                     balance,
                     arrays,
                 )
@@ -220,6 +236,10 @@ class Update:
         restricts = self._restricts and "vocab" in params.cfg.heads
         return params.cfg.V if restricts else 0
 
+    def routing(self, params: Tree) -> tuple[int, int] | None:
+        """The shape of the experts of a token in a batch; None if the update replays none."""
+        return routing_shape(params.cfg) if self._replays else None
+
     def lowerings(
         self, state: TrainState, batch: Batch, ref_params: Tree | None = None
     ) -> dict[str, Callable[[], jax.stages.Lowered]]:
@@ -255,8 +275,9 @@ class Update:
         if not self._balances:
             return None
         balance = self.zero_balance(params, np.float32(extra_weight))
+        routing = self.routing(unflatten(params))
         for batch in batches:
-            balance = self.count(params, balance, self.put(batch))
+            balance = self.count(params, balance, self.put(batch, routing=routing))
         return balance
 
     @property
@@ -327,9 +348,10 @@ def _mesh(params: Tree) -> jax.sharding.Mesh:
     return jax.tree.leaves(params)[0].sharding.mesh
 
 
-def _zeros(params: Tree, *, cfg: AlgorithmConfig, zero: Zero, offload: bool) -> GradSums:
+def _zeros(params: Tree, *, cfg: RunConfig, zero: Zero, offload: bool) -> GradSums:
     grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), split(params)[0])
-    grads, sums = flatten(zero.shard_gradients(grads)), zero_sums(cfg, params.cfg)
+    sums = zero_sums(cfg.algorithm, params.cfg, replays=cfg.learner.replays)
+    grads = flatten(zero.shard_gradients(grads))
     return GradSums(to_host(grads), sums, jnp.zeros(())) if offload else GradSums(grads, sums)
 
 
@@ -338,8 +360,8 @@ def _without_grads(total: GradSums) -> tuple[FlatTree, GradSums]:
     return total.grads, dataclasses.replace(total, grads=None)
 
 
-def _zero_balance(params: Tree, extra_weight: jax.Array) -> Balance:
-    return Balance(no_load(params.cfg), extra_weight)
+def _zero_balance(params: Tree, extra_weight: jax.Array, *, replays: bool) -> Balance:
+    return Balance(no_load(params.cfg, replays=replays), extra_weight)
 
 
 def make_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:

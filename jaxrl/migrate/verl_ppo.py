@@ -58,6 +58,7 @@ def ppo(found: Migration) -> None:
     kl(found)
     sampling(found)
     engine(found)
+    router_replay(found, prefixes)
     prompts = found.config["data.prompts_per_step"]
     updates = math.ceil(prompts / (found.config["learner.mini_batch_prompts"] or prompts))
     optimizer(found, ACTOR + "optim.", updates * found.number(ACTOR + "ppo_epochs", 1))
@@ -351,6 +352,14 @@ def engine(found: Migration) -> None:
         for axis in ("sequence", "tensor"):
             if of_reference[axis] != own[f"mesh.{axis}"]:
                 found.config[f"ref.{axis}"] = of_reference[axis]
+
+
+def router_replay(found: Migration, prefixes: tuple[str, ...]) -> None:
+    """The mode of the actor's backend; for R3 the engine needs no flag here."""
+    modes = {"disabled": "off", "R2": "R2", "R3": "R3"}
+    for name in (f"{prefix}router_replay.mode" for prefix in prefixes):
+        if found.has(name):
+            found.choose(name, modes, "learner.router_replay")
 
 
 def correction(found: Migration) -> None:

@@ -55,7 +55,17 @@ REASONS: Reasons = (
     (r".*override_optimizer_config.*offload.*|.*overlap_cpu_optimizer.*", UNNEEDED, "of Megatron"),
     (r".*virtual_pipeline.*|.*\.vpp", NONE, "a pipeline stage has one chunk of layers"),
     (
-        r".*\.(moe_z_loss_coeff|router_replay\..*|enable_rollout_routing_replay|mtp\..*|qat\..*"
+        r".*\.router_replay\.(record|replay)_file",
+        NONE,
+        "experts are replayed within a step, not from a file",
+    ),
+    (
+        r".*\.enable_rollout_routing_replay",
+        UNNEEDED,
+        "learner.router_replay='R3' lets the engine record experts",
+    ),
+    (
+        r".*\.(moe_z_loss_coeff|router_replay\..*|mtp\..*|qat\..*"
         r"|freeze_vision_tower|freeze_moe_router)",
         NONE,
         "jaxrl does not have it yet",

@@ -32,7 +32,8 @@ from jaxrl.models.layers.rope import Rotation, rotations
 from jaxrl.models.layers.router import Live, RouterLoad
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
 from jaxrl.models.layers.tables import table_adapters
-from jaxrl.models.remat import layer_input, loop_remat, recompute, scan_remat
+from jaxrl.models.remat import finish_gradients, layer_input, loop_remat, recompute, scan_remat
+from jaxrl.models.router_replay import with_experts
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix
 
@@ -65,7 +66,7 @@ class Layer(nnx.Module):
         if not self.parallel:
             inputs = x if self.mlp_norm is None else self.mlp_norm(x)
         if isinstance(self.mlp, MoE):
-            h, load = self.mlp(inputs, live, rules)
+            h, load = self.mlp(inputs, live, rules, place.experts)
         else:
             h = self.mlp(inputs, rules)
         if self.shared is not None:
@@ -143,17 +144,19 @@ class Decoder(nnx.Module):
         live: Live,
         rules: Rules,
         remat: str = "none",
+        experts: Int[Array, "L B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
         """(final hidden states, state after the last layer, router load with layers first).
 
         `state` is passed through `attend`: the KV cache in rollout. `live` is not
         zero at tokens that are not padding; the load of a mixture of experts counts these as often
-        as it says, and is None for a dense model.
+        as it says, and is None for a dense model. `experts` are those to replay, of the layers with
+        experts.
         """
         x = self.embed_tokens(tokens, rules)
         x = jax.reshard(x, rules.residual_spec(x.shape))
         x, state, load = run_layers(
-            self, x, positions, rows, state, live=live, rules=rules, remat=remat
+            self, x, positions, rows, state, experts, live=live, rules=rules, remat=remat
         )
         return jax.reshard(self.finish(x), rules.spec("batch", "time", "embed")), state, load
 
@@ -235,6 +238,7 @@ def run_layers(
     positions: Int[Array, "B T"],
     rows: RowOps,
     state: KVCache | None,
+    experts: Int[Array, "L B T k"] | None,
     *,
     live: Live,
     rules: Rules,
@@ -252,7 +256,7 @@ def run_layers(
         return scan_layers(
             cfg,
             layers,
-            places,
+            with_experts(cfg, places, experts),
             x,
             positions,
             rows,
@@ -262,7 +266,7 @@ def run_layers(
             rules=rules,
             remat=remat,
         )
-    places = [_place(cfg, i) for i in range(cfg.L)]
+    places = with_experts(cfg, [_place(cfg, i) for i in range(cfg.L)], experts)
 
     def step(policy: str) -> Callable:
         layer_fn = _layer_fn(live, positions, rows, rules, policy)
@@ -428,18 +432,3 @@ def _layer_fn(
 
     # A window that is a Python int stays static: 0 means "none" only there.
     return recompute(layer_fn, policy, static_argnums=(3,) if static_window else ())
-
-
-@jax.custom_vjp
-def finish_gradients(x: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
-    """Identity; in backward, the gradient of x waits for all gradients of the layer.
-
-    XLA otherwise runs the backward passes of all layers first, and keeps what the gradients of
-    their weights need.
-    """
-    return x, layer
-
-
-finish_gradients.defvjp(
-    lambda x, layer: ((x, layer), None), lambda _, grads: jax.lax.optimization_barrier(grads)
-)

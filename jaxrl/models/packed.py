@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
@@ -25,6 +26,7 @@ from jaxrl.models.layers.router import RouterLoad
 from jaxrl.models.lora import combine, split
 from jaxrl.models.pipeline import run_stages, to_micro_batches
 from jaxrl.models.pipeline_1f1b import gradients_1f1b
+from jaxrl.models.router_replay import with_experts
 from jaxrl.types import Tree
 from sharding import Rules, unshuffle
 
@@ -67,6 +69,7 @@ def forward_routed(
     *,
     until: Int[Array, "B T"] | None = None,
     copies: Int[Array, "B T"] | None = None,
+    experts: Int[Array, "B T L k"] | None = None,
     rules: Rules,
     remat: str = "none",
     implementation: str | None = None,
@@ -81,18 +84,22 @@ def forward_routed(
     `matmul_dtype` "int8" or "fp8" quantizes the products of linear layers
     (kernels/quantized_matmul.py), except those of experts and adapters. `mlp_chunk` is the
     number of tokens of a device whose MLP is computed at one time; 0 = all. Segments that share
-    prefixes begin at multiples of `segment_align` tokens.
+    prefixes begin at multiples of `segment_align` tokens. `experts` are replayed where they are not
+    negative (models/router_replay.py).
     """
     model = with_mlp_chunk(with_matmul_dtype(model, matmul_dtype), mlp_chunk)
     visibility = None if until is None else Visibility(until, positions)
     weights = segments > 0 if copies is None else copies
     if rules.layers is None:
         packed = PackedRows(segments, visibility, rules, implementation, segment_align)
-        hidden, _, load = model(tokens, positions, packed, live=weights, rules=rules, remat=remat)
+        given = _layers_first(experts)
+        hidden, _, load = model(
+            tokens, positions, packed, live=weights, rules=rules, remat=remat, experts=given
+        )
         return hidden, load
     x = model.embed_tokens(tokens, rules)
     layers, places = stacked_layers(model, rules)
-    rows = positions, segments, weights, visibility
+    rows = positions, segments, weights, visibility, experts
     stage = _stage(model.cfg, rules, remat, implementation, segment_align)
     x, load = run_stages(stage, (layers, places), x, rows, rules=rules)
     return model.finish(x), load
@@ -108,6 +115,7 @@ def pipelined_gradients(
     *,
     until: Int[Array, "B T"] | None = None,
     copies: Int[Array, "B T"] | None = None,
+    experts: Int[Array, "B T L k"] | None = None,
     zero_sums: Tree,
     load_gradient: RouterLoad | None,
     rules: Rules,
@@ -152,7 +160,7 @@ def pipelined_gradients(
         (stacked_layers(frozen, rules)[0], places),
         top,
         x,
-        (positions, segments, weights, visibility),
+        (positions, segments, weights, visibility, experts),
         rows,
         zero_sums=zero_sums,
         load_gradient=load_gradient,
@@ -205,13 +213,13 @@ def _stage(
     """The layers of one pipeline stage on packed rows."""
     inside = rules.in_stage()
 
-    def stage(inputs, x, positions, segments, live, visibility):
+    def stage(inputs, x, positions, segments, live, visibility, experts):
         packed = PackedRows(segments, visibility, inside, implementation, segment_align)
         layers, places = inputs
         x, _, load = scan_layers(
             cfg,
             layers,
-            places,
+            with_experts(cfg, places, _layers_first(experts)),
             x,
             positions,
             packed,
@@ -224,6 +232,11 @@ def _stage(
         return x, load
 
     return stage
+
+
+def _layers_first(experts: jax.Array | None) -> jax.Array | None:
+    """[B, T, L, k] as [L, B, T, k]."""
+    return None if experts is None else jnp.moveaxis(experts, 2, 0)
 
 
 def _with_layers(model: Tree, layers: Tree) -> Tree:

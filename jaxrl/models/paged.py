@@ -22,6 +22,7 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.models.draft_states import keep_drafts
 from jaxrl.models.kv_cache import DraftInputs, KVCache, StateCache, of_layer
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
+from jaxrl.models.layers.router import RouterLoad
 from sharding import Rules
 
 DECODE_SCOPE = "decode_rows"  # named scope of decode attention, by which the planner finds it
@@ -62,10 +63,34 @@ def forward_paged(
     of the tables: matrix products then run as in decode, and attention reads a block of keys once
     for all of them.
     """
+    return forward_routed(
+        model,
+        tokens,
+        positions,
+        cache,
+        page_tables,
+        slots,
+        rules=rules,
+        implementation=implementation,
+    )[:2]
+
+
+def forward_routed(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: KVCache,
+    page_tables: PageTables,
+    slots: RowSlots = None,
+    *,
+    rules: Rules,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T D"], KVCache, RouterLoad | None]:
+    """`forward_paged` and the router load of a mixture of experts (None for a dense model)."""
     positions_of_row = positions.reshape(len(page_tables[0]), -1)
     group = TokenGroup.new(page_tables, positions_of_row, slots, cache.page_len)
     paged = PagedRows([group], rules, implementation, model.cfg.gated_delta)
-    return model(tokens, positions, paged, cache, live=positions >= 0, rules=rules)[:2]
+    return model(tokens, positions, paged, cache, live=positions >= 0, rules=rules)
 
 
 def forward_mixed(
@@ -82,11 +107,11 @@ def forward_mixed(
     *,
     rules: Rules,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B 1 D"], KVCache]:
-    """`forward_paged` of R rows of prefill and B rows of decode; returns the decode hidden states.
+) -> tuple[Float[Array, "B 1 D"], KVCache, RouterLoad | None]:
+    """`forward_routed` of R rows of prefill and B rows of decode; the decode hidden states.
 
-    Weights are read once for both, as one row of R * T + B tokens. Only attention treats them
-    separately.
+    The router load is of all tokens, as one row with those of decode last. Weights are read once
+    for all of them, as one row of R * T + B tokens. Only attention treats them separately.
     """
     n_prefill = prefill_tokens.size
     row = jnp.concatenate([prefill_tokens.reshape(-1), tokens])[None]
@@ -96,10 +121,10 @@ def forward_mixed(
         TokenGroup.new(page_tables, positions[:, None], slots, cache.page_len),
     ]
     paged = PagedRows(groups, rules, implementation, model.cfg.gated_delta)
-    hidden, cache, _ = model(
+    hidden, cache, load = model(
         row, group_positions, paged, cache, live=group_positions >= 0, rules=rules
     )
-    return jnp.swapaxes(hidden[:, n_prefill:], 0, 1), cache
+    return jnp.swapaxes(hidden[:, n_prefill:], 0, 1), cache, load
 
 
 @dataclasses.dataclass(frozen=True)

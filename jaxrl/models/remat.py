@@ -146,3 +146,18 @@ def _without_groups(a: jax.Array) -> jax.Array:
 
 def _join(*parts: jax.Array) -> jax.Array:
     return jnp.concatenate(parts)
+
+
+@jax.custom_vjp
+def finish_gradients(x: jax.Array, layer: Tree) -> tuple[jax.Array, Tree]:
+    """Identity; in backward, the gradient of x waits for all gradients of the layer.
+
+    XLA otherwise runs the backward passes of all layers first, and keeps what the gradients of
+    their weights need.
+    """
+    return x, layer
+
+
+finish_gradients.defvjp(
+    lambda x, layer: ((x, layer), None), lambda _, grads: jax.lax.optimization_barrier(grads)
+)

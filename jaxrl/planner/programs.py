@@ -33,6 +33,7 @@ from jaxrl.learner.requirements import (
     shares_base,
 )
 from jaxrl.learner.roles import make_learner
+from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import with_adapters, without_adapters
@@ -133,7 +134,9 @@ def run_programs(
     roles |= dict(role_decoders or {})
     dtype, decoder = for_platform(cfg, decoder, target_platform())
     decoder = with_adapters(cfg.lora, decoder)
-    if workload is not None:
+    if workload is None:
+        cfg, _ = with_router_replay(cfg, decoder, target_platform())
+    else:
         decoder = dataclasses.replace(decoder, heads=workload.heads)
     models, layouts = _models(cfg, decoder, roles, dtype, workload)
     params = models.state.params

@@ -32,6 +32,7 @@ def paged_engine(
         eos_ids=eos_ids,
         implementation=None if name == "auto" else name,
         keep_support=cfg.algorithm.keep_sampling_mask,
+        keep_experts=cfg.learner.router_replay == "R3",
         filters=tuple(name for name in FILTERS if adjustable or name in used),
         adjustable=adjustable,
     )

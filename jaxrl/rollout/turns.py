@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.routing import given_tokens, join_experts
 from jaxrl.data.support import join, unrestricted
 from jaxrl.engine.api import Generated, Request, RequestEngine
 from jaxrl.types import Decode, Episode, Prompt, Rollout, TokenSets, Tree
@@ -33,12 +34,14 @@ class Response:
         sample: int,
         *,
         support: Sequence[TokenSets] = (),
+        experts: Sequence[np.ndarray] = (),
         finish: str = "",
         **lists: Sequence[Any],
     ):
         """`lists` are those of FIELDS, all or none, of a response that has tokens."""
         self.prompt, self.sample = prompt, sample
         self.support = list(support)  # [] if not recorded
+        self.experts = list(experts)  # the same
         self.finish = finish  # "" while unfinished
         self._lists: dict[str, list[Any]] = {name: list(lists.get(name, ())) for name in FIELDS}
         self._new: list[Generated] = []  # not in the lists yet
@@ -72,6 +75,8 @@ class Response:
         self._new.append(generated)
         if generated.support is not None:
             self.support.append(generated.support)
+        if generated.experts is not None:
+            self.experts.append(generated.experts)
         self.finish = generated.finish
 
     def append_given(self, tokens: Sequence[int]) -> None:
@@ -83,6 +88,7 @@ class Response:
         lists["versions"] += lists["versions"][-1:] * n
         lists["loss_mask"] += [False] * n
         self.support.append(unrestricted(n))
+        self.experts += given_tokens(self.experts, n)
 
     def extend(self, turn: "Response") -> None:
         """Appends the tokens of a turn."""
@@ -91,6 +97,7 @@ class Response:
             own[name] += new[name]
         n = len(turn.tokens)
         self.support.append(join(turn.support, n) if turn.support else unrestricted(n))
+        self.experts += [join_experts(turn.experts, n)] if turn.experts else []
 
     def cut(self, n: int) -> None:
         """Removes all tokens after the first `n`."""
@@ -98,6 +105,8 @@ class Response:
             del values[n:]
         if self.support:
             self.support = [join(self.support, n)]
+        if self.experts:
+            self.experts = [join_experts(self.experts, n)]
 
     def freeze(self, decode: Decode, episode: Episode | None = None) -> Rollout:
         """The rollout of the response, whose tokens are then arrays."""
@@ -107,6 +116,7 @@ class Response:
             sample=self.sample,
             **arrays,
             support=join(self.support, len(arrays["tokens"])) if self.support else None,
+            experts=join_experts(self.experts, len(arrays["tokens"])) if self.experts else None,
             finish=self.finish,
             text=decode(arrays["tokens"]),
             episode=episode,

@@ -105,6 +105,7 @@ def make_engine(
     implementation: str | None = None,
     rules: Rules = DECODE,
     keep_support: bool = False,
+    keep_experts: bool = False,
     filters: tuple[str, ...] = FILTERS,
     adjustable: bool = False,
     **changes,
@@ -118,6 +119,7 @@ def make_engine(
         eos_ids=(1,),
         implementation=implementation,
         keep_support=keep_support,
+        keep_experts=keep_experts,
         filters=filters,
         adjustable=adjustable,
     )

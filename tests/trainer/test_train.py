@@ -520,3 +520,18 @@ def test_a_reward_that_raises_is_counted(tiny_config, tmp_path):
     assert train(resolve(tiny_config))
     (line,) = [line for line in metrics(tiny_config.run_dir) if "reward/errors" in line]
     assert line["reward/errors"] == 16.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["R2", "R3"])
+def test_experts_are_replayed_in_scoring_and_updates(tiny_config, tiny_experts, replay):
+    """The engine's int8 weights choose other experts, which R3 gives training."""
+    tiny_config.model.path, tiny_config.rollout.dtype = str(tiny_experts), "int8"
+    tiny_config.learner.router_replay, tiny_config.total_steps = replay, 2
+    tiny_config.learner.mini_batch_prompts = 2  # two updates per step, so old_logp is computed
+    tiny_config.algorithm.kl_coef, tiny_config.algorithm.correction = 0.1, "token_tis"
+    assert train(resolve(tiny_config))  # nothing compiles after warm-up
+    lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert 0 <= line["router/changed_fraction"] < 0.5

@@ -26,6 +26,7 @@ def algorithm_errors(run: RunConfig) -> list[str]:
         *_kl_errors(run),
         *_correction_errors(run.algorithm),
         *_token_selection_errors(run),
+        *router_replay_errors(run, run.learner.router_replay),
     ]
 
 
@@ -37,6 +38,33 @@ def algorithm_warnings(run: RunConfig) -> list[str]:
         *_rejection_warnings(run.algorithm),
         *_quantization_warnings(run),
     ]
+
+
+def router_replay_errors(run: RunConfig, mode: str) -> list[str]:
+    """Settings under which experts cannot be replayed as `mode` says."""
+    errors, key, algorithm = [], f"learner.router_replay={mode!r}", run.algorithm
+    if mode in ("R2", "R3") and run.critic.shared:
+        errors.append(
+            f"{key} replays experts in updates, but critic.shared=True has the values of the same "
+            "layers scored without them; set critic.shared=False, or learner.router_replay='off'"
+        )
+    before = run.updates_per_step > 1 or algorithm.correction_normalize
+    if mode == "R2" and not (
+        algorithm.old_logp == "recompute" or (algorithm.old_logp == "auto" and before)
+    ):
+        errors.append(
+            f"{key} replays the experts of the scoring of old logprobs, but "
+            f"algorithm.old_logp={algorithm.old_logp!r} scores none; set "
+            "algorithm.old_logp='recompute', or learner.router_replay='R3'"
+        )
+    stages = {"mesh.stage": run.mesh.stage, "score.stage": run.score.stage}
+    if mode == "R2" and (found := {name: n for name, n in stages.items() if n not in (0, 1)}):
+        shown = ", ".join(f"{name}={n}" for name, n in found.items())
+        errors.append(
+            f"{key} does not record experts in pipeline stages ({shown}); set "
+            "learner.router_replay='R3', or one stage"
+        )
+    return errors
 
 
 def _policy_loss_warnings(run: RunConfig) -> list[str]:

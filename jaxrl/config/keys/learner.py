@@ -11,6 +11,7 @@ from jaxrl.config.choices import (
     OFFLOADS,
     PIPELINE_SCHEDULES,
     PREFERENCE_LOSSES,
+    ROUTER_REPLAYS,
     SEQUENCE_PARALLELS,
     SHARED_PREFIXES,
 )
@@ -125,6 +126,14 @@ class LearnerConfig:
         "router has this bias (e_score_correction_bias, as in GLM-4.5); 0 = it stays as loaded",
         ge=0,
     )
+    router_replay: str = key(
+        "auto",
+        "Experts of a mixture of experts in scoring and updates: R3 = those that the engine chose "
+        "when it sampled a token; R2 = those that the policy chose when the old logprobs were "
+        "scored; off = those that the router chooses; auto = R3 if rollout and training compute "
+        "the model in different ways (other devices, dtypes, kernels or weights), else off",
+        choices=ROUTER_REPLAYS,
+    )
     xla: tuple[str, ...] = key(
         (),
         "Compiler options for scoring and updates: named sets (overlap, prefetch, combine; see "
@@ -179,6 +188,11 @@ class LearnerConfig:
         ge=0,
         le=1,
     )
+
+    @property
+    def replays(self) -> bool:
+        """Whether updates replay experts."""
+        return self.router_replay in ("R2", "R3")
 
     @property
     def row_lens(self) -> tuple[int, ...]:

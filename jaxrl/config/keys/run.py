@@ -140,6 +140,7 @@ class RunConfig:
                 token_budget=critic.token_budget or learner.token_budget,
                 router_aux_coef=0.0,
                 router_bias_rate=0.0,
+                router_replay="off",
                 ema=0.0,
             ),
         )

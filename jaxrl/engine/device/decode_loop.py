@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Integer, Key
 
 from jaxrl import types
 from jaxrl.data.support import from_bits, n_words, unrestricted
@@ -31,9 +32,12 @@ from jaxrl.engine.device.sampling import (
 )
 from jaxrl.engine.scheduler import Sequence
 from jaxrl.models.adapter_stack import choose_adapters
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.kv_cache import KVCache
-from jaxrl.models.paged import PageTables, forward_paged
+from jaxrl.models.layers.router import RouterLoad
+from jaxrl.models.paged import PageTables, forward_routed
+from jaxrl.models.router_replay import expert_dtype, recorded, recording, routing_shape
 from jaxrl.types import TokenSets
 from sharding import Rules
 
@@ -107,17 +111,34 @@ class DispatchOutput:
     columns: types.Array  # int32 [3, B, S], the tokens and the bits of their logprobs
     support: types.Array = None  # uint32 [S, B, W], see `Sample.support`
     top: types.Array = None  # int32 [S, B, 2 * n], see `Sample.top`
+    experts: types.Array = None  # uint8 or uint16 [S, B, L * k], that sampled the tokens
 
     @classmethod
     def empty(
-        cls, batch: DecodeBatch, S: int, *, n_vocab: int, keep_support: bool
+        cls,
+        batch: DecodeBatch,
+        S: int,
+        cfg: DecoderConfig,
+        *,
+        keep_support: bool,
+        keep_experts: bool,
     ) -> "DispatchOutput":
         """No tokens, in S columns; with adjustments it keeps the most likely ones."""
+        n_vocab = cfg.V
         (B,), n_top = batch.token.shape, 2 * min(N_TOP, n_vocab)
         kept = keep_support and batch.sampling.filtered
         support = jnp.zeros((S, B, n_words(n_vocab)), jnp.uint32) if kept else None
         top = None if batch.adjustments is None else jnp.zeros((S, B, n_top), jnp.int32)
-        return cls(jnp.full((N_COLUMNS, B, S), -1, jnp.int32), support, top)
+        experts = None
+        if keep_experts:
+            experts = jnp.zeros((S, B, math.prod(routing_shape(cfg))), expert_dtype(cfg))
+        return cls(jnp.full((N_COLUMNS, B, S), -1, jnp.int32), support, top, experts)
+
+    def with_experts(self, load: RouterLoad | None, cfg: DecoderConfig) -> "DispatchOutput":
+        """The output of one step with the experts of its rows, the last ones of the load."""
+        return dataclasses.replace(
+            self, experts=row_experts(load, self.columns.shape[1], cfg)[None]
+        )
 
     def at_step(self, step: Int[Array, ""], new: "DispatchOutput") -> "DispatchOutput":
         """The output with the tokens of one step written to column `step`."""
@@ -129,7 +150,14 @@ class DispatchOutput:
             jax.lax.dynamic_update_slice(self.columns, new.columns, (0, 0, step)),
             jax.tree.map(write, self.support, new.support),
             jax.tree.map(write, self.top, new.top),
+            jax.tree.map(write, self.experts, new.experts),
         )
+
+
+def row_experts(load: RouterLoad | None, n: int, cfg: DecoderConfig) -> Integer[Array, "n E"]:
+    """The experts [n, L * k] of the last `n` tokens of a forward pass, one of each row."""
+    experts = recorded(load, expert_dtype(cfg))
+    return experts.reshape(-1, math.prod(routing_shape(cfg)))[-n:]
 
 
 def decode_loop_condition(
@@ -162,27 +190,30 @@ def decode_steps(
     implementation: str | None,
     max_steps: int,
     keep_support: bool = False,
+    keep_experts: bool = False,
 ) -> tuple[KVCache, DispatchOutput, DecodeState]:
     """Up to `n_steps` decode steps of one replica.
 
     Returns the cache and, for every step, the sampled token (-1 once the sequence has ended), the
-    bits of its float32 logprobs, and its support with `keep_support`; then the state after them.
+    bits of its float32 logprobs, its support with `keep_support` and its experts with
+    `keep_experts`; then the state after them.
     """
     replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
     keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
     B = batch.token.shape[0]
     params = choose_adapters(params, batch.adapter_of_tokens)
-    forward = functools.partial(forward_paged, rules=rules, implementation=implementation)
+    params = recording(params) if keep_experts else params
+    forward = functools.partial(forward_routed, rules=rules, implementation=implementation)
 
     def one_step(state):
         step, cache, position, token, remaining, counts, out = state
         active = position >= 0
         rows = token[:, None], position[:, None]
-        hidden, cache = forward(params, *rows, cache, batch.page_tables, batch.slots)
+        hidden, cache, load = forward(params, *rows, cache, batch.page_tables, batch.slots)
         new, token = sample_tokens(
             params, hidden, keys, position, batch, counts, rules, keep_support=keep_support
         )
-        out = out.at_step(step, new)
+        out = out.at_step(step, new.with_experts(load, params.cfg) if keep_experts else new)
         if counts is not None:
             counts = counts.add(jnp.arange(B)[:, None], token[:, None], active[:, None])
         ended = (remaining <= 1) | jnp.any(token[:, None] == batch.stop_ids, axis=1)
@@ -196,7 +227,9 @@ def decode_steps(
         batch.token,
         batch.remaining,
         batch.counts(params.cfg.V),
-        DispatchOutput.empty(batch, max_steps, n_vocab=params.cfg.V, keep_support=keep_support),
+        DispatchOutput.empty(
+            batch, max_steps, params.cfg, keep_support=keep_support, keep_experts=keep_experts
+        ),
     )
     condition = decode_loop_condition(n_steps, exit_at, replicas)
     _, cache, position, token, remaining, _, out = jax.lax.while_loop(condition, one_step, start)
@@ -278,6 +311,7 @@ class DecodeOutput:
     support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
     top: np.ndarray | None  # int32 [n, B, 2 * N_TOP], see `Sample.top`; None if no row wants it
     n_steps: int  # forward passes
+    experts: np.ndarray | None = None  # uint8 or uint16 [n, B, L * k]; None if not recorded
     n_draft_tokens: int = 0
     n_accepted_tokens: int = 0
 
@@ -291,6 +325,11 @@ class DecodeOutput:
             return None
         ids, bits = np.split(self.top[:n, row], 2, axis=1)
         return TopTokens(ids.copy(), bits.copy().view(np.float32))
+
+    def row_experts(self, row: int, n: int, routing: tuple[int, int]) -> np.ndarray:
+        """The experts [n, L, k] that sampled the first `n` tokens of a row."""
+        assert self.experts is not None
+        return self.experts[:n, row].reshape(n, *routing)
 
     def kept_tokens(self, row: int, n: int) -> TokenSets:
         """The tokens that the filters kept at the first `n` positions of a row."""
@@ -306,6 +345,7 @@ def read_decode_output(dispatched: DecodeRound, *, speculative: bool) -> DecodeO
     output, stop_ids = dispatched.output, dispatched.batch.stop_ids
     requests = [seq.request for own in dispatched.seqs for seq in own]
     out, support, top = np.asarray(output.columns), output.support, output.top
+    experts = None if output.experts is None else np.asarray(output.experts)
     if support is not None:
         filtered = any(request.sampling.filters for request in requests)
         support = np.asarray(support) if filtered else None
@@ -314,11 +354,13 @@ def read_decode_output(dispatched: DecodeRound, *, speculative: bool) -> DecodeO
     if not speculative:
         n_steps = int((out[0] >= 0).any(axis=0).sum())
         columns = out[..., : max(n_steps, 1)]  # a round may have made no step
-        return decode_output(columns, stop_ids, support, top, n_steps)
+        found = decode_output(columns, stop_ids, support, top, n_steps)
+        return dataclasses.replace(found, experts=experts)
     columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
     found = decode_output(columns, stop_ids, support, top, int(n_passes.max()))
     return dataclasses.replace(
         found,
+        experts=experts,
         n_draft_tokens=int(n_draft_tokens.sum()),
         n_accepted_tokens=found.n_tokens - int(n_passes.sum()),
     )

@@ -65,6 +65,7 @@ class ModelRunner:
         eos_ids: tuple[int, ...],
         implementation: str | None,
         keep_support: bool,
+        keep_experts: bool,
         filters: tuple[str, ...],
         n_pages: Callable[[], int],
         on_failure: Callable[[], None],
@@ -82,7 +83,7 @@ class ModelRunner:
             else None
         )
         model = {"rules": pool.rules, "implementation": implementation}
-        samples = model | {"keep_support": keep_support}
+        samples = model | {"keep_support": keep_support, "keep_experts": keep_experts}
         decodes = {
             "max_steps": rollout.steps_per_dispatch,
             "speculation": self.speculation,

@@ -28,6 +28,7 @@ from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.kv_cache import JoinedPools, KVCache, of_window
 from jaxrl.models.paged import PageTables, PrefillSlots, forward_mixed, forward_paged
+from jaxrl.models.router_replay import recording
 from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
 from jaxrl.types import Tree
 from sharding import Rules
@@ -152,6 +153,7 @@ def mixed(
     rules: Rules,
     implementation: str | None,
     keep_support: bool = False,
+    keep_experts: bool = False,
 ) -> tuple[FlatTree, DispatchOutput]:
     """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
 
@@ -161,8 +163,8 @@ def mixed(
         if adapters is not None:
             adapters = jnp.concatenate([adapters.reshape(-1), batch.adapter])[None]
         params = choose_adapters(params, adapters)
-        hidden, cache = forward_mixed(
-            params,
+        hidden, cache, load = forward_mixed(
+            recording(params) if keep_experts else params,
             prefilled.tokens,
             prefilled.positions,
             prefilled.page_tables,
@@ -186,7 +188,7 @@ def mixed(
             local,
             keep_support=keep_support,
         )
-        return cache, out
+        return cache, out.with_experts(load, params.cfg) if keep_experts else out
 
     run = per_replica(
         mixed_one, rules, cache_axis=_cache_axis(params, cache), n_inputs=2, output_axes=(1,)
@@ -290,6 +292,7 @@ def decode(
     max_steps: int,
     speculation: SpeculationConfig | None = None,
     keep_support: bool = False,
+    keep_experts: bool = False,
 ) -> tuple[FlatTree, DispatchOutput, DecodeState]:
     """Up to `n_steps` decode steps, until every replica runs `exit_at` sequences or fewer.
 
@@ -311,6 +314,7 @@ def decode(
             implementation=implementation,
             max_steps=max_steps,
             keep_support=keep_support,
+            keep_experts=keep_experts,
         )
 
     run = per_replica(

@@ -16,7 +16,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from jaxrl.engine.device.adjustments import RowState, count_drafts
 from jaxrl.engine.device.decode_loop import (
@@ -31,7 +31,8 @@ from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.draft_states import accept_drafts, start_drafts
 from jaxrl.models.kv_cache import KVCache
-from jaxrl.models.paged import forward_paged
+from jaxrl.models.paged import forward_routed
+from jaxrl.models.router_replay import recording
 from sharding import Rules
 
 OUT_OF_RANGE = jnp.iinfo(jnp.int32).max  # index of a write that is dropped
@@ -81,6 +82,7 @@ def speculative_steps(
     max_steps: int,
     config: SpeculationConfig,
     keep_support: bool = False,
+    keep_experts: bool = False,
 ) -> tuple[KVCache, DispatchOutput, DecodeState]:
     """Up to `max_steps` forward passes of one replica and `n_tokens` tokens per sequence.
 
@@ -99,6 +101,7 @@ def speculative_steps(
     row = jnp.arange(B)[:, None]
     adapters = batch.adapter_of_tokens
     params = choose_adapters(params, None if adapters is None else adapters[expand])
+    params = recording(params) if keep_experts else params
 
     def one_pass(state):
         step, cache, position, remaining, history, n_sampled, token_counts, out, counts = state
@@ -110,7 +113,7 @@ def speculative_steps(
         tokens = jnp.concatenate([last, jnp.where(live, drafts, 0)], axis=1)
         fed = jnp.concatenate([active[:, None], live], axis=1)
         positions = position[:, None] + ahead
-        hidden, cache = forward_paged(
+        hidden, cache, load = forward_routed(
             params,
             tokens.reshape(B * W, 1),
             jnp.where(fed, positions, -1).reshape(B * W, 1),
@@ -136,7 +139,8 @@ def speculative_steps(
         # A token that counts is sampled after one that was fed: that one is accepted.
         cache = accept_drafts(cache, batch.slots, counted, rules, params.cfg.gated_delta)
         column = jnp.where(counted, n_sampled[:, None] + ahead, OUT_OF_RANGE)
-        out = _write(out, sampled, row, column)
+        experts = row_experts(load, B * W, params.cfg) if keep_experts else None
+        out = _write(out, sampled, experts, row, column)
         place = jnp.where(counted, positions + 1, OUT_OF_RANGE)
         history = history.at[row, place].set(token, mode="drop")
         if token_counts is not None:
@@ -155,7 +159,9 @@ def speculative_steps(
         batch.history,
         jnp.zeros(B, jnp.int32),
         batch.counts(params.cfg.V),
-        DispatchOutput.empty(batch, max_steps * W, n_vocab=params.cfg.V, keep_support=keep_support),
+        DispatchOutput.empty(
+            batch, max_steps * W, params.cfg, keep_support=keep_support, keep_experts=keep_experts
+        ),
         jnp.zeros((N_COLUMNS, B), jnp.int32),
     )
     condition = decode_loop_condition(jnp.int32(max_steps), exit_at, replicas)
@@ -178,7 +184,11 @@ def _state_after(
 
 
 def _write(
-    out: DispatchOutput, new: Sample, row: Int[Array, "B 1"], column: Int[Array, "B W"]
+    out: DispatchOutput,
+    new: Sample,
+    experts: Integer[Array, "n E"] | None,
+    row: Int[Array, "B 1"],
+    column: Int[Array, "B W"],
 ) -> DispatchOutput:
     """The output with the tokens of one pass at (row, column), out of range ones dropped."""
 
@@ -190,6 +200,7 @@ def _write(
         out.columns.at[:, row, column].set(columns, mode="drop"),
         jax.tree.map(write, out.support, new.support),
         jax.tree.map(write, out.top, new.top),
+        jax.tree.map(write, out.experts, experts),
     )
 
 

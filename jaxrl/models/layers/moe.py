@@ -14,7 +14,14 @@ from jaxrl.kernels.bits import materialize
 from jaxrl.models.config import DecoderConfig, MoEConfig
 from jaxrl.models.layers.experts import ExpertMatrix, sharded_experts
 from jaxrl.models.layers.linear import Adapter
-from jaxrl.models.layers.router import CORRECTION, Live, RouterLoad, route, router_load
+from jaxrl.models.layers.router import (
+    CORRECTION,
+    Live,
+    RouterLoad,
+    replay_load,
+    replayed_route,
+    router_load,
+)
 from jaxrl.models.layers.stored import QUANTIZED, Axes, MakeParam, make_stored, stored_specs
 from sharding import Rules
 
@@ -64,6 +71,7 @@ class MoE(nnx.Module):
         self.cfg, self.act = ffn.router, ffn.act
         self.implementation = cfg.grouped_matmul
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
+        self.records = False  # the load has the experts; router_replay.recording sets it
         self.router = nnx.data(make(f"{router}.weight", (E, D), (None, "w_embed"), hf_shape=(E, D)))
         zeros = functools.partial(make, init="zeros")
         bias = zeros(f"{router}.bias", (E,), (None,)) if ffn.bias else None
@@ -112,11 +120,16 @@ class MoE(nnx.Module):
         self.stack: dict[str, ExpertMatrix] | None = nnx.data(None)
 
     def __call__(
-        self, x: Float[Array, "B T D"], live: Live, rules: Rules
+        self,
+        x: Float[Array, "B T D"],
+        live: Live,
+        rules: Rules,
+        given: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterLoad]:
         """(y, load). Tokens that are not `live` (padding) reach no expert and give zeros.
 
-        A number instead of true is how often the token counts in the load.
+        A number instead of true is how often the token counts in the load. `given` are experts to
+        replay (`replayed_route`).
         """
         rows = rules.spec("batch", "time", None)
         x = jax.reshard(x, rows)
@@ -129,13 +142,19 @@ class MoE(nnx.Module):
         correction = self.correction
         if correction is not None:
             correction = jax.reshard(correction, rules.gathered(None))
-        choose = functools.partial(route, router=self.cfg)
-        in_specs = rows, None if correction is None else jax.P()
-        mapped = jax.shard_map(choose, in_specs=in_specs, out_specs=rows)
-        probs, weights, experts = mapped(logits, correction)
+        choose = functools.partial(replayed_route, router=self.cfg)
+        given = None if given is None else jax.reshard(given, rows)
+        replayed = None if given is None else rows
+        in_specs = rows, None if correction is None else jax.P(), replayed
+        out_specs = rows, rows, rows, replayed
+        mapped = jax.shard_map(choose, in_specs=in_specs, out_specs=out_specs)
+        probs, weights, experts, changed = mapped(logits, correction, given)
         y = self._apply(x, weights, experts, live, rules)
         y = jax.reshard(y, rules.residual_spec(y.shape))
-        return y, router_load(probs, experts, live)
+        load = router_load(probs, experts, live)
+        if given is not None:
+            load = replay_load(load, given, changed, live)
+        return y, dataclasses.replace(load, experts=experts) if self.records else load
 
     def _apply(self, x, weights, experts, live, rules: Rules) -> Float[Array, "B T D"]:
         rows, tokens = rules.spec("batch", "time", None), rules.spec("batch", "time")

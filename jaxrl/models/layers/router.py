@@ -9,6 +9,7 @@ A token's groups are the `top_groups` with the largest sum of their two best s_e
 (https://arxiv.org/abs/2412.19437, equations 12-16).
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -35,6 +36,10 @@ class RouterLoad:
     prob: types.Array  # float32 [E], sum of each expert's probability
     count: types.Array  # float32 [E], tokens routed to each expert
     n_tokens: types.Array  # float32 []
+    # With router replay (models/router_replay.py), else None
+    replayed: types.Array = None  # float32 [], tokens with given experts
+    changed: types.Array = None  # float32 [], those that the router would send to other experts
+    experts: types.Array = None  # int32 [B, T, k], the choice itself, where it is recorded
 
 
 def route(
@@ -44,6 +49,22 @@ def route(
 
     Probabilities are scores that sum to 1, for the load. The correction gets no gradient.
     """
+    return replayed_route(logits, correction, None, router=router)[:3]
+
+
+def replayed_route(
+    logits: Float[Array, "B T E"],
+    correction: Float[Array, "E"] | None,
+    given: Int[Array, "B T k"] | None,
+    *,
+    router: RouterConfig,
+) -> tuple[
+    Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"], Bool[Array, "B T 1"] | None
+]:
+    """`route`, and whether `given` experts are not the top k (None without them).
+
+    Tokens with given experts, which are not negative, have these, with the weights of their scores.
+    """
     logits = materialize(logits)
     if router.score == "sigmoid":
         scores = materialize(jax.nn.sigmoid(logits))
@@ -52,7 +73,14 @@ def route(
         # XLA on CPU computes the exponential of a difference in another way than that of an array.
         powers = jnp.exp(materialize(logits - jnp.max(logits, axis=-1, keepdims=True)))
         probs = scores = powers / row_sum(powers)[..., None]
-    if correction is None and router.n_groups == 1:
+    changed = None
+    if given is not None:
+        own = choose_experts(lax.stop_gradient(scores), correction, router=router)
+        experts = jnp.where(given >= 0, given.astype(own.dtype), own)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        found = jnp.any(own[..., None] == experts[..., None, :], axis=-1)
+        changed = ~jnp.all(found, axis=-1, keepdims=True)
+    elif correction is None and router.n_groups == 1:
         weights, experts = lax.top_k(scores, router.top_k)
     else:
         experts = choose_experts(lax.stop_gradient(scores), correction, router=router)
@@ -63,7 +91,8 @@ def route(
         if router.score == "sigmoid":  # all of them may be zero
             total = total + 1e-20
         weights = weights / total[..., None]
-    return probs, weights if router.scale == 1 else weights * router.scale, experts
+    weights = weights if router.scale == 1 else weights * router.scale
+    return probs, weights, experts, changed
 
 
 def choose_experts(
@@ -90,4 +119,14 @@ def router_load(
         prob=jnp.sum(probs * kept[..., None], axis=(0, 1)),
         count=jnp.sum(chosen * kept[..., None], axis=(0, 1)),
         n_tokens=jnp.sum(kept),
+    )
+
+
+def replay_load(
+    load: RouterLoad, given: Int[Array, "B T k"], changed: Bool[Array, "B T 1"], live: Live
+) -> RouterLoad:
+    """The load with the live tokens of given experts, and those whose own choice is another one."""
+    kept = live.astype(jnp.float32) * (given[..., 0] >= 0)
+    return dataclasses.replace(
+        load, replayed=jnp.sum(kept), changed=jnp.sum(kept * changed[..., 0])
     )

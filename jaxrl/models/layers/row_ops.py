@@ -46,3 +46,5 @@ class LayerPlace:
     index: types.Array | None  # int32, of the layer; None: of a list
     # int32, of the layer's cache among those of its kind; None: of a list, whose layers get theirs
     cache: types.Array | None
+    # int16 [B, T, k], experts to replay, negative where the router chooses; None: it always does
+    experts: types.Array | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.routing import join_experts
 from jaxrl.data.support import join
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, PromptGroup
 from jaxrl.rollout.turns import FIELDS, Response
@@ -46,6 +47,7 @@ class GroupState:
             "lengths": self.lengths,
             "finish": self.finish,
             "restricted": [bool(r.support) for r in self.responses],
+            "routed": [bool(r.experts) for r in self.responses],
             "rewards": self.rewards and [dataclasses.asdict(r) for r in self.rewards],
         }
 
@@ -76,6 +78,8 @@ def encode(states: Sequence[GroupState]) -> dict[str, Any]:
     sets = [join(r.support, n) for r, n in pairs if r.support]
     arrays["counts"] = np.concatenate([np.zeros(0, np.int64), *(s.counts for s in sets)])
     arrays["ids"] = np.concatenate([np.zeros(0, np.int32), *(s.ids for s in sets)])
+    if routed := [join_experts(r.experts, n) for r, n in pairs if r.experts]:
+        arrays["experts"] = np.concatenate(routed)
     file = io.BytesIO()
     np.savez_compressed(file, allow_pickle=False, **arrays)
     return {
@@ -91,7 +95,8 @@ def decode(saved: Mapping[str, Any], prompt_of: Callable[[int, int], Prompt]) ->
     groups = []
     for entry in saved["groups"]:
         prompt = prompt_of(entry["draw"], entry["index"])
-        columns = zip(entry["lengths"], entry["finish"], entry["restricted"], strict=True)
+        names = "lengths", "finish", "restricted", "routed"
+        columns = zip(*(entry[name] for name in names), strict=True)
         groups.append(
             PromptGroup(
                 prompt,
@@ -114,15 +119,18 @@ class _Reader:
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
         self.arrays, self._n, self._n_sets, self._n_ids = arrays, 0, 0, 0
+        self._n_routed = 0
 
     def response(
-        self, prompt: Prompt, sample: int, n: int, finish: str, restricted: bool
+        self, prompt: Prompt, sample: int, n: int, finish: str, restricted: bool, routed: bool
     ) -> Response:
         first, self._n = self._n, self._n + n
         fields = {name: self.arrays[name][first : self._n].tolist() for name in SAVED}
         support = [self._sets(n)] if restricted else []
-        mask = [True] * n
-        return Response(prompt, sample, **fields, loss_mask=mask, support=support, finish=finish)
+        first, self._n_routed = self._n_routed, self._n_routed + n * routed
+        experts = [self.arrays["experts"][first : self._n_routed]] if routed else []
+        kept: dict[str, Any] = {"support": support, "experts": experts, "finish": finish}
+        return Response(prompt, sample, **fields, loss_mask=[True] * n, **kept)
 
     def _sets(self, n: int) -> TokenSets:
         first, self._n_sets = self._n_sets, self._n_sets + n

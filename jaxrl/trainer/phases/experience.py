@@ -94,7 +94,7 @@ def score(core: Core, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
     """Fills the logprobs of the policy before its updates and of the reference, as needed."""
     if not mini_batches:
         return []
-    score_old = functools.partial(policy_logps, core) if needs_old_logp(core.cfg) else None
+    score_old = functools.partial(with_policy_logps, core) if needs_old_logp(core.cfg) else None
     score_ref = reference_score(core, kl_in="loss")
     with core.clock.timed("adv"), core.no_compile("scoring"):
         return with_scores(
@@ -133,12 +133,17 @@ def add_values(
 
 def policy_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
     """The policy's logprobs [B, T] of each packed batch."""
+    return [batch.old_logp for batch in with_policy_logps(core, batches)]
+
+
+def with_policy_logps(core: Core, batches: Sequence[Batch]) -> list[Batch]:
+    """The packed batches with the policy's logprobs and, with router replay R2, its experts."""
     layout = core.learner.scorer.layout
     with (
         layout.weights(core.state.params, core.clock.timed("reshard")) as params,
         core.clock.timed("old_log_prob"),
     ):
-        return core.learner.scorer.logps(params, batches, on_batch=core.check_stop)
+        return core.learner.scorer.with_old_logp(params, batches, on_batch=core.check_stop)
 
 
 def reference_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:

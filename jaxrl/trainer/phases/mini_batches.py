@@ -53,6 +53,7 @@ def to_sample(
         behavior_logp=rollout.behavior_logp,
         turn_rewards=turn_rewards,
         support=rollout.support,
+        experts=rollout.experts,
         truncated=rollout.finish == "length",
         group=group,
         prompt_id=rollout.prompt.id,
@@ -263,17 +264,17 @@ def with_scores(
     mini_batches: list[MiniBatch],
     cfg: AlgorithmConfig,
     *,
-    score_old: Score | None = None,
+    score_old: Callable[[list[Batch]], list[Batch]] | None = None,
     score_ref: Score | None = None,
 ) -> list[MiniBatch]:
     """Fills old_logp, ref_logp and the mean weight. All mini-batches are scored together.
 
-    A score is None if the algorithm does not need it (learner/requirements.py).
+    `score_old` fills old_logp of packed batches. A score is None if the algorithm does not need it
+    (learner/requirements.py).
     """
     batches = [packed.batch for mini in mini_batches for packed in mini.packed]
     if score_old is not None:
-        pairs = zip(batches, score_old(batches), strict=True)
-        batches = [dataclasses.replace(batch, old_logp=logp) for batch, logp in pairs]
+        batches = score_old(batches)
     if score_ref is not None:
         pairs = zip(batches, score_ref(batches), strict=True)
         batches = [dataclasses.replace(batch, ref_logp=logp) for batch, logp in pairs]

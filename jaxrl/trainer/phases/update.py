@@ -125,9 +125,10 @@ def check_finite(
     path = folder / f"nonfinite_step_{step}.npz"
     arrays = {}
     for i, packed in enumerate(micro_batches):
-        fields = vars(packed.batch) | {"support": None}
-        if packed.batch.support is not None:
-            fields |= {f"support_{name}": ids for name, ids in vars(packed.batch.support).items()}
+        fields = dict(vars(packed.batch))
+        for kind in ("support", "experts"):
+            if (sparse := fields.pop(kind)) is not None:
+                fields |= {f"{kind}_{name}": values for name, values in vars(sparse).items()}
         arrays |= {f"{i}/{name}": np.asarray(x) for name, x in fields.items() if x is not None}
     if hosts.is_main_process():
         np.savez_compressed(path, allow_pickle=False, **arrays)

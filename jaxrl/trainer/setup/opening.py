@@ -24,6 +24,7 @@ from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.requirements import needs_ref, shares_base
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner, make_learner
+from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.learner.state import checkpoint_state, init_state
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.adapter import load_with_adapters
@@ -143,8 +144,9 @@ def open_evaluation(
 
 def open_devices(host: HostSide) -> Devices:
     """The mesh, the plan, the learner and the engine of an RL run. Compilation has started."""
-    cfg = host.session.cfg
     policy = open_policy(host)
+    host = with_replay(host, policy)
+    cfg = host.session.cfg
     check_rollout_layout(cfg, policy)
     plan = open_plan(host, policy)
     reward_model = load_reward_model(host, policy)
@@ -156,8 +158,23 @@ def open_devices(host: HostSide) -> Devices:
     return Devices(host, policy, learner, threads, engines, reward_model)
 
 
+def with_replay(host: HostSide, policy: Policy) -> HostSide:
+    """The host side with learner.router_replay resolved, which is shown for models with experts."""
+    session = host.session
+    cfg, reason = with_router_replay(session.cfg, policy.decoder, jax.default_backend())
+    if policy.decoder.expert_layers:
+        why = f" (auto: {reason})" if reason else ""
+        session.progress.status(f"router replay: {cfg.learner.router_replay}{why}")
+    return dataclasses.replace(host, session=dataclasses.replace(session, cfg=cfg))
+
+
 def open_offline_devices(host: HostSide, workload: OfflineWorkload) -> Devices:
     """As `open_devices`, for offline training: there is no engine."""
+    if (replay := host.session.cfg.learner.router_replay) not in ("auto", "off"):
+        raise ValueError(
+            f"config.learner.router_replay={replay!r} replays the experts of rollouts, which "
+            "offline training does not have; set it to 'auto' or 'off'"
+        )
     policy = open_policy(host)
     decoder = dataclasses.replace(policy.decoder, heads=workload.heads)
     policy = dataclasses.replace(policy, decoder=decoder)

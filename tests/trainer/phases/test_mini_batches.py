@@ -185,6 +185,16 @@ def constant_scores(logp):
     return lambda batches: [np.full(batch.tokens.shape, logp, np.float32) for batch in batches]
 
 
+def filled(score):
+    """Packed batches with old_logp from `score`."""
+
+    def with_old_logp(batches):
+        pairs = zip(batches, score(batches), strict=True)
+        return [dataclasses.replace(batch, old_logp=logp) for batch, logp in pairs]
+
+    return with_old_logp
+
+
 def test_only_configured_scorers_fill_their_fields():
     cfg = resolve(config())
     minis, _ = make_mini_batches(
@@ -192,7 +202,11 @@ def test_only_configured_scorers_fill_their_fields():
         cfg,
         n_ranks=1,
     )
-    batch = with_scores(minis, cfg.algorithm, score_old=constant_scores(-2.0))[0].packed[0].batch
+    batch = (
+        with_scores(minis, cfg.algorithm, score_old=filled(constant_scores(-2.0)))[0]
+        .packed[0]
+        .batch
+    )
     assert (batch.old_logp == -2.0).all() and (batch.ref_logp == 0.0).all()
 
 
@@ -341,7 +355,7 @@ def test_the_mean_weight_is_over_all_micro_batches(token_budget):
     samples, rewards = rewarded([[1, 0], [0, 1]])  # sampled under filters, which raise logprobs
     filtered = [dataclasses.replace(s, behavior_logp=np.full(3, -0.5, np.float32)) for s in samples]
     minis, _ = make_mini_batches(filtered, rewards, cfg, n_ranks=1)
-    [mini] = with_scores(minis, cfg.algorithm, score_old=old_logps)
+    [mini] = with_scores(minis, cfg.algorithm, score_old=filled(old_logps))
     assert len(mini.packed) == (4 if token_budget == 64 else 1)
     masks = np.concatenate([p.batch.mask.ravel() for p in mini.packed]) > 0
     ratio = np.concatenate(
