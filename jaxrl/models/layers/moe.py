@@ -25,6 +25,8 @@ HF_NAMES = {
     "qwen3_next": QWEN,
     "qwen3_5_moe": QWEN,
     "glm4_moe": QWEN,
+    "glm4_moe_lite": QWEN,
+    "deepseek_v3": QWEN,
     "mixtral": (
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.%s",
