@@ -29,7 +29,9 @@ from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.config import (
     AttentionConfig,
     DecoderConfig,
+    GatedDeltaNetConfig,
     LayerConfig,
+    MLAConfig,
     MLPConfig,
 )
 from jaxrl.models.decoder import Decoder, decoder_specs
@@ -73,6 +75,13 @@ class LoadedModel:
     folder: Path
     cfg: DecoderConfig
     params: Decoder
+
+
+MIXER_NAMES = {
+    AttentionConfig: "attention",
+    GatedDeltaNetConfig: "gated DeltaNet",
+    MLAConfig: "latent attention",
+}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -136,7 +145,7 @@ def layers_text(cfg: DecoderConfig) -> str:
 def layer_name(layer: LayerConfig) -> str:
     """The kind of a layer in words: its mixer, and its experts."""
     mixer, ffn = layer.mixer, layer.ffn
-    name = "attention" if isinstance(mixer, AttentionConfig) else "gated DeltaNet"
+    name = MIXER_NAMES[type(mixer)]
     if mixer.window:
         name += f" over {mixer.window} tokens"
     return name if isinstance(ffn, MLPConfig) else f"{name} with {ffn.top_k} of {ffn.E} experts"

@@ -46,6 +46,15 @@ HYBRID_MIXTURE = dict(
     shared_expert_intermediate_size=20,
     rope_parameters=dict(rope_type="default", rope_theta=300.0, partial_rotary_factor=0.5),
 )
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    moe_intermediate_size=20,
+)
 # Windows are shorter than the rows; caps are small enough to change the values.
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, rope_theta=500.0)),
@@ -335,6 +344,44 @@ MODELS = {
                 original_max_position_embeddings=16,
                 truncate=False,
             ),
+            **SMALL,
+        ),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        dict(
+            num_hidden_layers=3,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            routed_scaling_factor=1.7,
+            rms_norm_eps=1e-2,  # not the one of the norms of both ranks
+            rope_parameters=dict(rope_type="default", rope_theta=300.0),
+            **LATENT,
+            **SMALL,
+        ),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(
+            num_hidden_layers=3,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            n_shared_experts=2,
+            n_group=3,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=0,
+            attention_bias=True,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=300.0,
+                factor=4.0,
+                original_max_position_embeddings=32,
+                mscale=1.0,
+                mscale_all_dim=2.0,
+            ),
+            **LATENT | dict(q_lora_rank=None, v_head_dim=24),
             **SMALL,
         ),
     ),

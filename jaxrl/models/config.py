@@ -11,6 +11,7 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_kernels
 from jaxrl.models.layer_runs import layer_runs
+from jaxrl.models.mla_config import MLAConfig
 from sharding import Rules
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # of every family
@@ -253,7 +254,7 @@ class MoEConfig:
 class LayerConfig:
     """One residual block: what mixes tokens, and what is applied to each of them."""
 
-    mixer: AttentionConfig | GatedDeltaNetConfig
+    mixer: AttentionConfig | GatedDeltaNetConfig | MLAConfig
     ffn: MLPConfig | MoEConfig
     norms: NormNames = PRE_NORMS
     parallel: bool = False  # mixer and ffn have the same input, and its norm
@@ -297,7 +298,7 @@ class DecoderConfig:
     @property
     def context_len(self) -> int:
         """Tokens of the longest sequence that the model supports."""
-        mixers = self.attention_layers
+        mixers = self.paged_layers
         if any(mixer.rope.kind == "dynamic" for mixer in mixers):
             return self.max_len  # longer ones change the frequencies
         if lens := [mixer.rope.original_len for mixer in mixers if mixer.rope.kind == LONG_ROPE]:
@@ -310,6 +311,12 @@ class DecoderConfig:
     def attention_layers(self) -> list[AttentionConfig]:
         """The attention of the layers that have one, in order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)]
+
+    @property
+    def paged_layers(self) -> list[AttentionConfig | MLAConfig]:
+        """The mixers with KV pages, in order."""
+        kinds = (AttentionConfig, MLAConfig)
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, kinds)]
 
     @property
     def delta_layers(self) -> list[GatedDeltaNetConfig]:
@@ -327,7 +334,10 @@ class DecoderConfig:
     @property
     def score_features(self) -> int:
         """Features of all layers' queries: a (query, key) pair has two products of so many."""
-        return sum(mixer.N * mixer.H for mixer in self.attention_layers)
+        return sum(
+            mixer.N * (max(mixer.H, mixer.V) if isinstance(mixer, MLAConfig) else mixer.H)
+            for mixer in self.paged_layers
+        )
 
     @property
     def expert_layers(self) -> list[MoEConfig]:

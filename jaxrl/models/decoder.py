@@ -19,12 +19,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.matmul import matmul
-from jaxrl.models.config import AttentionConfig, DecoderConfig, LayerConfig, MoEConfig
+from jaxrl.models.config import (
+    AttentionConfig,
+    DecoderConfig,
+    LayerConfig,
+    MLAConfig,
+    MoEConfig,
+)
 from jaxrl.models.kv_cache import KVCache
-from jaxrl.models.layers.attention import Attention
 from jaxrl.models.layers.experts import ExpertMatrix
-from jaxrl.models.layers.gated_delta_net import GatedDeltaNet
 from jaxrl.models.layers.linear import MakeParam, make_spec
+from jaxrl.models.layers.mixers import MIXERS
 from jaxrl.models.layers.mlp import MLP, SharedExpert
 from jaxrl.models.layers.moe import MoE, keeps_stack
 from jaxrl.models.layers.norms import LayerNorm, RMSNorm, make_norm
@@ -46,8 +51,7 @@ class Layer(nnx.Module):
             return None if name is None else make_norm(make, name, cfg)
 
         mixer, ffn = layer.mixer, layer.ffn
-        is_attention = isinstance(mixer, AttentionConfig)
-        self.attn = Attention(make, cfg, mixer) if is_attention else GatedDeltaNet(make, cfg, mixer)
+        self.attn = MIXERS[type(mixer)](make, cfg, mixer)
         is_mixture = isinstance(ffn, MoEConfig)
         self.mlp = MoE(make, cfg, ffn) if is_mixture else MLP(make, cfg, ffn)
         self.shared = SharedExpert(make, cfg, ffn) if is_mixture and ffn.shared_F else None
@@ -408,7 +412,7 @@ def _place(cfg: DecoderConfig, layer: int) -> LayerPlace:
 
 def _rotations(cfg: DecoderConfig, layers: range) -> Rotation | None:
     mixers = [cfg.layers[i].mixer for i in layers]
-    found = [mixer for mixer in mixers if isinstance(mixer, AttentionConfig)]
+    found = [mixer for mixer in mixers if isinstance(mixer, AttentionConfig | MLAConfig)]
     return rotations(found) if found else None
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Int
 
-from jaxrl.models.config import AttentionConfig, DecoderConfig
+from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, MLAConfig
 
 
 def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
@@ -13,7 +13,8 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     weights of the token's own experts and of a shared one) and per visible key; a state of gated
     DeltaNet is read twice and written once per token. Norms, rotations and padding count
     nothing (PaLM, appendix B, https://arxiv.org/abs/2204.02311, with causal attention counted as
-    half). Training takes three times as much: recomputation is not useful work.
+    half), and latent attention is counted in its expanded form. Training takes three times as much:
+    recomputation is not useful work.
     """
     n = np.asarray(lens, np.float64)
     weights = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
@@ -23,10 +24,13 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
         weights += cfg.D * (
             mixer.weight_rows + ffn.n_matrices * ffn.active_features + ffn.gate_rows
         )
-        if isinstance(mixer, AttentionConfig):
-            products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
-        else:
+        if isinstance(mixer, GatedDeltaNetConfig):
             products += 6 * mixer.N * mixer.D * mixer.V * n.sum()
+        elif isinstance(mixer, MLAConfig):
+            weights += mixer.rank_weights
+            products += 2 * mixer.N * (mixer.H + mixer.V) * _visible_keys(n, mixer.window).sum()
+        else:
+            products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
     return float(2 * weights * n.sum() + products)
 
 

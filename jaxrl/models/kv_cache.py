@@ -10,7 +10,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxrl.kernels.quantized import MAX_VALUE, Quantized
-from jaxrl.models.config import AttentionConfig, DecoderConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig, GatedDeltaNetConfig, MLAConfig
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -182,10 +182,19 @@ def init_cache(
     sizes = {0: n_pages, **(window_pages or {})}
     n_replicas = rules.n_shards("batch")
     pages = [
-        (n_replicas * of_window(sizes, mixer.window), mixer.K, page_len, mixer.H)
-        if isinstance(mixer, AttentionConfig)
-        else None
+        None
+        if isinstance(mixer, GatedDeltaNetConfig)
+        else (
+            n_replicas * of_window(sizes, mixer.window),
+            page_heads(mixer),
+            page_len,
+            mixer.page_features if isinstance(mixer, MLAConfig) else mixer.H,
+        )
         for mixer in (layer.mixer for layer in cfg.layers)
+    ]
+    values = [
+        page if isinstance(layer.mixer, AttentionConfig) else None
+        for page, layer in zip(pages, cfg.layers, strict=True)
     ]
     found = [shape for shape in pages if shape]
     if cfg.stacked and len({shape[1:] for shape in found}) > 1:
@@ -193,10 +202,10 @@ def init_cache(
             f"layers of this {cfg.family} model differ in their kv heads or head size, so their "
             "KV pages cannot be stacked; set config.model.layers='list'"
         )
-    spec = rules.spec("batch", "kv_heads", None, None)
+    spec = page_rules(cfg, rules).spec("batch", "kv_heads", None, None)
 
-    def layer_pools() -> Tree:
-        if not is_quantized_dtype(dtype):
+    def layer_pools(pages: list[tuple[int, ...] | None]) -> Tree:
+        if not is_quantized_dtype(dtype) or not any(pages):
             return _pools(cfg, pages, dtype, spec)
         scales = [shape and shape[:3] for shape in pages]
         scale = _pools(cfg, scales, SCALE_DTYPE, jax.P(*spec[:3]))
@@ -207,7 +216,18 @@ def init_cache(
     if cfg.stacked and len(set(found)) > 1:
         windows = tuple(mixer.window for mixer in cfg.attention_layers)
         joined = JoinedPools(windows, tuple(of_window(sizes, window) for window in windows))
-    return KVCache(k=layer_pools(), v=layer_pools(), states=states, joined=joined)
+    return KVCache(k=layer_pools(pages), v=layer_pools(values), states=states, joined=joined)
+
+
+def page_heads(mixer: AttentionConfig | MLAConfig) -> int:
+    """Heads of a layer's KV pages."""
+    return 1 if isinstance(mixer, MLAConfig) else mixer.K
+
+
+def page_rules(cfg: DecoderConfig, rules: Rules) -> Rules:
+    """The rules of KV pages, which shard no head where layers have one for all queries."""
+    latent = any(isinstance(mixer, MLAConfig) for mixer in cfg.paged_layers)
+    return dataclasses.replace(rules, kv_heads=None) if latent else rules
 
 
 def _state_pools(
@@ -217,7 +237,7 @@ def _state_pools(
     qk, v, state = [], [], []
     for layer in cfg.layers:
         mixer = layer.mixer
-        other = isinstance(mixer, AttentionConfig)
+        other = not isinstance(mixer, GatedDeltaNetConfig)
         qk.append(None if other else (S, mixer.conv_len - 1, mixer.K, 2 * mixer.D))
         v.append(None if other else (S, mixer.conv_len - 1, mixer.N, mixer.V))
         state.append(None if other else (S, mixer.N, mixer.D, mixer.V))
@@ -288,9 +308,12 @@ def page_bytes(
     scale = jnp.dtype(SCALE_DTYPE).itemsize if is_quantized_dtype(dtype) else 0
     item = jnp.dtype(dtype).itemsize
     found = dict.fromkeys((0, *windows), 0)
-    for mixer in cfg.attention_layers:
+    for mixer in cfg.paged_layers:
         window = mixer.window if mixer.window in found else 0
-        found[window] += 2 * mixer.K * page_len * (mixer.H * item + scale)
+        if isinstance(mixer, MLAConfig):
+            found[window] += page_len * (mixer.page_features * item + scale)
+        else:
+            found[window] += 2 * mixer.K * page_len * (mixer.H * item + scale)
     return found
 
 

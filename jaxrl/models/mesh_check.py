@@ -43,7 +43,7 @@ def check_mesh(
     n, shown = shards("attn_heads")
     errors.update(
         f"{heads} query heads over {shown} in attention (not with learner.sequence_parallel='ring')"
-        for heads in {mixer.N for mixer in cfg.attention_layers}
+        for heads in {mixer.N for mixer in cfg.paged_layers}
         if heads % n
     )
     if rules.ulysses > 1:
@@ -79,6 +79,6 @@ def _place_errors(cfg: DecoderConfig, n_time: int, n_tensor: int, ulysses: int) 
     shown = f"tensor={n_tensor} x learner.ulysses_size={ulysses}"
     return errors + [
         f"{heads} kv heads over {shown}"
-        for heads in {mixer.K for mixer in cfg.attention_layers}
+        for heads in {mixer.K for mixer in cfg.paged_layers}
         if heads % (n_tensor * ulysses)
     ]

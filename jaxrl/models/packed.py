@@ -20,6 +20,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, scan_layers, stacked_layers
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from jaxrl.models.layers.linear import Linear
+from jaxrl.models.layers.mla import LatentHeads
 from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import MoE
 from jaxrl.models.layers.router import RouterLoad
@@ -195,6 +196,18 @@ class PackedRows:
             implementation=self.implementation,
         )
         return out, state
+
+    def attend_latent(self, q, latent, heads: LatentHeads, window, index, state):
+        k, v = heads.expand(latent)
+        width = max(k.shape[-1], v.shape[-1])  # of kernels, which have one for keys and values
+
+        def padded(x: jax.Array) -> jax.Array:
+            missing = width - x.shape[-1]
+            return jnp.pad(x, ((0, 0),) * 3 + ((0, missing),)) if missing else x
+
+        q, k, spec = padded(q), padded(k), heads.cfg.spec(self.rules)
+        out, state = self.attend(q, k, padded(v), spec, window, index, state)
+        return out[..., : v.shape[-1]], state
 
     def delta(self, qk, v, g, beta, conv, index, state):
         whole = whole_row_rules(self.rules)

@@ -22,6 +22,7 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.models.draft_states import keep_drafts
 from jaxrl.models.kv_cache import DraftInputs, KVCache, StateCache, of_layer
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
+from jaxrl.models.layers.mla import LatentHeads
 from jaxrl.models.layers.router import RouterLoad
 from sharding import Rules
 
@@ -164,9 +165,14 @@ class PagedRows:
     step: str  # implementation of gated_delta_step
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache, sinks=None):
+        """Without values `v`, they are the keys."""
         k_pages, v_pages, first = state.layer_pages(index, self.rules)
+        no_values = [None] * len(self.groups)
         new = zip(
-            self.groups, self._by_group(k, "kv_heads"), self._by_group(v, "kv_heads"), strict=True
+            self.groups,
+            self._by_group(k, "kv_heads"),
+            no_values if v is None else self._by_group(v, "kv_heads"),
+            strict=True,
         )
         for group, keys, values in new:
             k_pages, v_pages = write_pages(
@@ -185,7 +191,7 @@ class PagedRows:
                 out = paged_attention(
                     group_q,
                     k_pages,
-                    v_pages,
+                    k_pages if v is None else v_pages,
                     spec=spec,
                     page_table=of_layer(group.pages, window, index, state) + first,
                     positions=group.positions,
@@ -195,6 +201,13 @@ class PagedRows:
                 )
             outs.append(out)
         return self._joined(outs, q.shape), state.with_pages(k_pages, v_pages, self.rules)
+
+    def attend_latent(self, q, latent, heads: LatentHeads, window, index, state: KVCache):
+        """Attention to the latents: their mean and that of rotated keys, which is left out."""
+        rules = dataclasses.replace(self.rules, kv_heads=None)
+        rows, spec = dataclasses.replace(self, rules=rules), heads.cfg.spec(rules)
+        out, state = rows.attend(heads.absorb(q), latent, None, spec, window, index, state)
+        return heads.values(out[..., : heads.cfg.latent]), state
 
     def delta(self, qk, v, g, beta, conv, index, state: KVCache):
         assert state.states is not None

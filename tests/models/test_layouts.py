@@ -39,6 +39,7 @@ EXPERT_MESHES = {
     "fsdp_expert_tensor": dict(fsdp=2, expert=2, tensor=2),
     "replica_expert": dict(replica=2, expert=4),
 }
+STACKED = ("qwen2", "gemma3", "glm4_moe_lite")
 ROWS, LENGTH = 8, 32
 QUICK = graded(
     [
@@ -51,12 +52,16 @@ QUICK = graded(
         ("glm4_moe", "fsdp_expert_tensor"),
         ("glm4_moe", "replica_expert"),
         ("gpt_oss", "fsdp_expert_tensor"),
+        ("glm4_moe_lite", "hsdp_tensor"),
+        ("deepseek_v3", "fsdp_expert_tensor"),
     ],
     default=[("llama", "hsdp_tensor")],
     thorough=[
         ("gemma2", "hsdp_tensor"), ("qwen2", "fsdp_tensor"), ("mixtral", "fsdp_expert_tensor"),
         ("olmo2", "hsdp_tensor"), ("phi3", "hsdp_tensor"), ("starcoder2", "hsdp_tensor"),
         ("glm4_moe", "fsdp_expert_tensor"), ("gpt_oss", "fsdp_expert_tensor"),
+        ("glm4_moe_lite", "hsdp_tensor"),
+        ("deepseek_v3", "fsdp_expert_tensor"),
     ],
 )  # fmt: skip
 
@@ -173,9 +178,17 @@ def test_remat_does_not_change_gradients(stacked, one_device):
             ("llama", dict(fsdp=2, tensor=2)),
             *((f, {}) for f in FAMILIES if f != "mixtral"),
             ("mixtral", dict(expert=2, tensor=2)),
+            ("glm4_moe_lite", {}),
+            ("deepseek_v3", dict(fsdp=2, tensor=2)),
         ],
         default=[("llama", dict(fsdp=2, tensor=2))],
-        thorough=[("gemma3", {}), ("qwen3_moe", {}), ("mixtral", dict(expert=2, tensor=2))],
+        thorough=[
+            ("gemma3", {}),
+            ("qwen3_moe", {}),
+            ("mixtral", dict(expert=2, tensor=2)),
+            ("glm4_moe_lite", {}),
+            ("deepseek_v3", dict(fsdp=2, tensor=2)),
+        ],
     ),
 )
 def test_paged_tokens_give_the_hidden_states_of_a_packed_row(family, mesh):
@@ -183,7 +196,7 @@ def test_paged_tokens_give_the_hidden_states_of_a_packed_row(family, mesh):
     tokens, page_len, n_pages = rows()[0][:2, :16], 4, 16
     table = jnp.array([[3, 9, 1, 14], [7, 2, 12, 5]], jnp.int32)
     with jax.set_mesh(make_mesh(None, **mesh)):
-        cfg, model = load_model(GOLDEN / family, rules=TRAIN, stacked=family in ("qwen2", "gemma3"))
+        cfg, model = load_model(GOLDEN / family, rules=TRAIN, stacked=family in STACKED)
         places = jnp.broadcast_to(jnp.arange(16), tokens.shape)
         rules = dataclasses.replace(TRAIN, batch=None)
         packed = jax.jit(functools.partial(forward_packed, rules=rules))

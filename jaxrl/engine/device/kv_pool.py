@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kv_cache import KVCache, init_cache, page_bytes, slot_bytes
+from jaxrl.models.kv_cache import KVCache, init_cache, page_bytes, page_rules, slot_bytes
 from jaxrl.runtime.device_memory import usable_bytes
 from sharding import Rules, hosts
 
@@ -25,7 +25,7 @@ def window_page_counts(cfg: DecoderConfig, rollout: RolloutConfig, max_len: int)
     pages in every layer.
     """
     page_len, n_steps = rollout.page_len, rollout.steps_per_dispatch * (1 + rollout.spec_tokens)
-    windows = sorted({mixer.window for mixer in cfg.attention_layers})
+    windows = sorted({mixer.window for mixer in cfg.paged_layers})
     if cfg.delta_layers:
         return {}
     counts = {window: -(-(window + n_steps) // page_len) + 1 for window in windows if window}
@@ -98,7 +98,7 @@ class KVPoolSpec:
     def bytes_per_device(self) -> PoolBytes:
         """Bytes of the pages on one device of the current mesh."""
         found = page_bytes(self.cfg, self.page_len, self.dtype, self.window_counts)
-        shards = self.rules.n_shards("kv_heads")
+        shards = page_rules(self.cfg, self.rules).n_shards("kv_heads")
         return PoolBytes(
             {window: n // shards for window, n in found.items()},
             self.window_counts,
@@ -137,7 +137,7 @@ class KVPoolSpec:
         sequence of `max_len` tokens does not fit.
         """
         max_pages_per_seq = self.max_pages_per_seq
-        windows = {mixer.window for mixer in self.cfg.attention_layers if mixer.window}
+        windows = {mixer.window for mixer in self.cfg.paged_layers if mixer.window}
         if self.n_slots and any(window < max_len for window in windows):
             log.info("KV pool: layers with a window keep all pages, because the model has states")
         if rollout.n_pages:

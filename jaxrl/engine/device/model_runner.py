@@ -31,7 +31,7 @@ from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
 from jaxrl.engine.prefill import PageCopy, PrefillChunk, StateCopy
 from jaxrl.engine.scheduler import Sequence
-from jaxrl.models.kv_cache import KVCache
+from jaxrl.models.kv_cache import KVCache, page_rules
 from jaxrl.runtime.flat_program import Flattened, FlatTree, flatten, unflatten
 from jaxrl.types import Tree
 from sharding import on_mesh
@@ -93,7 +93,7 @@ class ModelRunner:
             "prefill": model,
             "mixed": samples,
             "copy_pages": {
-                "rules": pool.rules,
+                "rules": page_rules(pool.cfg, pool.rules),
                 "stacked": pool.cfg.stacked,
                 "windows": tuple(layer.mixer.window for layer in pool.cfg.layers),
             },

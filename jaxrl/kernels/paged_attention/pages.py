@@ -13,15 +13,17 @@ Pages = jax.Array | Quantized  # [P, K, page, H]
 
 def write_pages(
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | None,
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"] | None,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     *,
     rules: Rules,
-) -> tuple[Pages, Pages]:
+) -> tuple[Pages, Pages | None]:
     """The pools after writing the keys and values of (b, t) to their pages.
+
+    Without a pool of values, keys only.
 
     Position -1 is padding and writes nothing. Quantized pages get one scale per head and token.
     """
@@ -48,7 +50,7 @@ def write_pages(
             return jax.tree.map(place, pages, new)
         return place(pages, new.astype(pages.dtype))
 
-    return write(k_pages, k), write(v_pages, v)
+    return write(k_pages, k), None if v_pages is None else write(v_pages, v)
 
 
 def _write_rows(pages: jax.Array, new: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:

@@ -84,6 +84,7 @@ class Entries:
     read: frozenset[str]
     neutral: frozenset[str] = frozenset()  # at any value
     neutral_at: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    code: frozenset[str] = frozenset()  # values of auto_map that name the standard architecture
 
 
 def is_off(value: Any) -> bool:
@@ -94,7 +95,7 @@ def is_off(value: Any) -> bool:
 def check_known(config: Mapping[str, Any], entries: Entries, model_type: str) -> None:
     """Raises ValueError for the first entry that may change the numbers and is not read."""
     check_architectures(config, entries.classes, model_type)
-    check_no_code(config)
+    check_no_code(config, entries.code)
     neutral_at = {**NEUTRAL_AT, **entries.neutral_at}
     for name, value in config.items():
         if name in entries.read | entries.neutral | WITHOUT_EFFECT or value is None:
@@ -129,11 +130,15 @@ def check_architectures(
         )
 
 
-def check_no_code(config: Mapping[str, Any]) -> None:
-    """Raises ValueError if the model is a class in a file of its folder (`auto_map`)."""
+def check_no_code(config: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises ValueError if the model is a class in a file of its folder (`auto_map`).
+
+    `known` are classes with the numbers of transformers' class.
+    """
     found = config.get("auto_map") or {}
     names = found if isinstance(found, dict) else {"AutoModel": found}
-    if models := {name: code for name, code in names.items() if name.startswith("AutoModel")}:
+    models = {name: code for name, code in names.items() if name.startswith("AutoModel")}
+    if models and not known.issuperset(map(str, models.values())):
         raise ValueError(
             f"auto_map names code of the model, {shown(models)}, and code of a model folder is "
             "not run; remove auto_map from config.json if the model has the standard architecture"

@@ -69,7 +69,7 @@ def base_config(
 
 def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """The inverse of `base_config`, with the keys that select transformers' model class."""
-    mixer, ffn, rope = cfg.attention_layers[0], cfg.layers[0].ffn, global_rope(cfg)
+    mixer, ffn, rope = cfg.paged_layers[0], cfg.layers[0].ffn, global_rope(cfg)
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == ffn.act)
     return dict(
         architectures=[architecture],
@@ -92,8 +92,8 @@ def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[st
 
 def global_rope(cfg: DecoderConfig) -> Rope:
     """The rotary embedding of layers without a window; of all that have one if these have none."""
-    mixers = [mixer for mixer in cfg.attention_layers if mixer.rope.kind != NO_ROPE]
-    mixers = mixers or cfg.attention_layers
+    mixers = [mixer for mixer in cfg.paged_layers if mixer.rope.kind != NO_ROPE]
+    mixers = mixers or cfg.paged_layers
     return next((mixer.rope for mixer in mixers if not mixer.window), mixers[0].rope)
 
 
@@ -188,9 +188,17 @@ def with_dense_prefix(cfg: DecoderConfig, n_dense: int) -> DecoderConfig:
             f"first_k_dense_replace={n_dense} leaves none of {cfg.L} layers with experts; use a "
             "dense family's config"
         )
+    return with_dense_mlps(cfg, range(n_dense))
+
+
+def with_dense_mlps(cfg: DecoderConfig, dense: Collection[int]) -> DecoderConfig:
+    """The layers of these numbers are dense."""
     mlp = MLPConfig(cfg.dense_F, cfg.expert_layers[0].act)
-    dense = [dataclasses.replace(layer, ffn=mlp) for layer in cfg.layers[:n_dense]]
-    return dataclasses.replace(cfg, layers=(*dense, *cfg.layers[n_dense:]))
+    layers = tuple(
+        dataclasses.replace(layer, ffn=mlp) if i in dense else layer
+        for i, layer in enumerate(cfg.layers)
+    )
+    return dataclasses.replace(cfg, layers=layers)
 
 
 def experts_json(cfg: DecoderConfig) -> dict[str, Any]:

@@ -37,16 +37,29 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     """Raises ValueError if no layer has experts."""
     c = DEFAULTS | dict(c)
     rope = rotary.read_rope(c, partial=True, mrope=True)
-    cfg = fields.base_config(
+    cfg = with_experts(
         c,
         "glm4_moe",
         rope=dataclasses.replace(rope, mrope_section=()),  # which transformers ignores
         qkv_bias=c.get("attention_bias", False),
         qk_norm=c.get("use_qk_norm", False),
+    )
+    return fields.with_dense_prefix(cfg, c["first_k_dense_replace"])
+
+
+def with_experts(c: fields.ConfigJson, family: str, **more: Any) -> DecoderConfig:
+    """The decoder whose layers all have the experts and the router of the config.
+
+    `more` are further fields of `base_config`.
+    """
+    cfg = fields.base_config(
+        c,
+        family,
         E=c["n_routed_experts"],
         top_k=c["num_experts_per_tok"],
         F_expert=c["moe_intermediate_size"],
         shared_F=c["moe_intermediate_size"] * c["n_shared_experts"],
+        **more,
     )
     router = RouterConfig(
         c["num_experts_per_tok"],
@@ -59,17 +72,25 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     )
     experts = dataclasses.replace(cfg.expert_layers[0], router=router, shared_gate=False)
     layers = tuple(dataclasses.replace(layer, ffn=experts) for layer in cfg.layers)
-    cfg = dataclasses.replace(cfg, layers=layers)
-    return fields.with_dense_prefix(cfg, c["first_k_dense_replace"])
+    return dataclasses.replace(cfg, layers=layers)
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    attention, experts = cfg.attention_layers[0], cfg.expert_layers[0]
-    router = experts.router
-    return fields.base_json(cfg, "glm4_moe", "Glm4MoeForCausalLM") | dict(
+    attention = cfg.attention_layers[0]
+    base = fields.base_json(cfg, "glm4_moe", "Glm4MoeForCausalLM") | experts_json(cfg)
+    return base | dict(
         partial_rotary_factor=attention.rope.rotary,
         attention_bias=attention.qkv_bias,
         use_qk_norm=attention.qk_norm,
+        first_k_dense_replace=cfg.L - len(cfg.expert_layers),
+    )
+
+
+def experts_json(cfg: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `with_experts`; without a drafter."""
+    experts = cfg.expert_layers[0]
+    router = experts.router
+    return dict(
         n_routed_experts=experts.E,
         num_experts_per_tok=router.top_k,
         moe_intermediate_size=experts.F,
@@ -78,6 +99,5 @@ def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
         n_group=router.n_groups,
         topk_group=router.top_groups,
         routed_scaling_factor=router.scale,
-        first_k_dense_replace=cfg.L - len(cfg.expert_layers),
         num_nextn_predict_layers=0,
     )

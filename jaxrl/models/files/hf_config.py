@@ -9,12 +9,14 @@ from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
     cohere2,
+    deepseek_v3,
     exaone4,
     gemma,
     gemma2,
     gemma3,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     llama,
@@ -54,6 +56,8 @@ FAMILIES = {
     "qwen3_next": qwen3_next,
     "glm4_moe": glm4_moe,
     "gpt_oss": gpt_oss,
+    "glm4_moe_lite": glm4_moe_lite,
+    "deepseek_v3": deepseek_v3,
     "mixtral": mixtral,
     "olmo2": olmo2,
     "olmo3": olmo3,
@@ -73,6 +77,7 @@ ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
 MODEL_TYPES = {name: name for name in FAMILIES} | {
     "gemma3_text": "gemma3",
+    "kimi_k2": "deepseek_v3",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }

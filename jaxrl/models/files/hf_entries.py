@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from jaxrl.json_text import shown
-from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, RouterConfig
+from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, MLAConfig, RouterConfig
 
 INTEGERS = {  # smallest and largest value
     "num_hidden_layers": (1, 1000),
@@ -24,6 +24,12 @@ INTEGERS = {  # smallest and largest value
     "n_group": (1, 2**16),
     "topk_group": (1, 2**16),
     "first_k_dense_replace": (0, 1000),
+    "kv_lora_rank": (1, 2**16),
+    "q_lora_rank": (1, 2**16),
+    "qk_head_dim": (1, 2**14),
+    "qk_nope_head_dim": (1, 2**14),
+    "qk_rope_head_dim": (2, 2**14),
+    "v_head_dim": (1, 2**14),
     "num_nextn_predict_layers": (0, 1000),
     "num_mtp_layers": (0, 1000),
     "vocab_size": (1, 2**26),
@@ -74,11 +80,12 @@ NUMBERS = {
 FLAGS = {
     *("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "truncate"),
     *("use_bidirectional_attention", "use_sliding_window", "attention_out_bias", "qkv_bias"),
-    *("use_bias", "use_qk_norm"),
+    *("use_bias", "use_qk_norm", "rope_interleave"),
 }
 TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
 LISTS: dict[str, type] = {
     "layer_types": str,
+    "mlp_layer_types": str,
     "mlp_only_layers": int,
     "mrope_section": int,
     "no_rope_layers": int,
@@ -98,6 +105,7 @@ NULLABLE = {
     "mscale",
     "mscale_all_dim",
     "num_key_value_heads",
+    "q_lora_rank",
     "sliding_window",
     "sliding_window_pattern",
     "use_bidirectional_attention",
@@ -165,6 +173,10 @@ def check_decoder(cfg: DecoderConfig) -> None:
         if isinstance(mixer, GatedDeltaNetConfig):
             if mixer.N % mixer.K:
                 errors.append(f"{mixer.N} value heads are not a multiple of {mixer.K} key heads")
+            continue
+        if isinstance(mixer, MLAConfig):
+            if mixer.rotated % 2:
+                errors.append(f"{mixer.rotated} rotated features of a head are not even")
             continue
         rotated = mixer.H * mixer.rope.rotary
         if mixer.H < 2 or mixer.H % 2:

@@ -34,6 +34,8 @@ HF_NAMES = {
     "qwen3_5_moe": QWEN,
     "glm4_moe": QWEN,
     "gpt_oss": ("mlp.router", *QWEN[1:]),  # in files all experts are in one (fused_experts.py)
+    "glm4_moe_lite": QWEN,
+    "deepseek_v3": QWEN,
     "mixtral": (
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.%s",

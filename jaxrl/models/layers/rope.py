@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl import types
 from jaxrl.kernels.bits import materialize
 from jaxrl.models import config
-from jaxrl.models.config import ROPE_KINDS, AttentionConfig, Rope
+from jaxrl.models.config import ROPE_KINDS, AttentionConfig, MLAConfig, Rope
 from sharding import target_platform
 
 
@@ -28,12 +28,16 @@ class Rotation:
     interleaved: bool = struct.field(pytree_node=False, default=False)
 
 
-def rotations(mixers: Sequence[AttentionConfig]) -> Rotation:
+def rotations(mixers: Sequence[AttentionConfig | MLAConfig]) -> Rotation:
     """The rotary embeddings of layers, stacked."""
+
+    def n_rotated(mixer: AttentionConfig | MLAConfig) -> int:
+        """Features of a head that are rotated."""
+        latent = isinstance(mixer, MLAConfig)
+        return mixer.rotated if latent else int(mixer.H * mixer.rope.rotary)
+
     amplitudes = np.array([mixer.rope.attention_factor for mixer in mixers], np.float32)
-    inv_freq = np.stack(
-        [inverse_frequencies(mixer.rope, int(mixer.H * mixer.rope.rotary)) for mixer in mixers]
-    )
+    inv_freq = np.stack([inverse_frequencies(mixer.rope, n_rotated(mixer)) for mixer in mixers])
     amplitude = amplitudes if np.any(amplitudes != 1) else None
     return Rotation(inv_freq, amplitude, mixers[0].rope.interleaved)
 

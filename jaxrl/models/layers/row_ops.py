@@ -14,7 +14,7 @@ from jaxrl.models.layers.rope import Rotation
 class RowOps(Protocol):
     """The operations between the tokens of rows: packed in training, with a cache in rollout.
 
-    Both return the output and the state after the layer. `index` is that of a stacked layer among
+    All return the output and the state after the layer. `index` is that of a stacked layer among
     the layers of its kind.
     """
 
@@ -24,6 +24,14 @@ class RowOps(Protocol):
         """Attention of q [B, T, N, H] to k and v [B, T, K, H]; the output is [B, T, N, H].
 
         `sinks` [N] are one more logit of each head (kernels/sinks.py).
+        """
+        ...
+
+    def attend_latent(self, q, latent, heads, window, index, state) -> tuple[jax.Array, Any]:
+        """Attention of q [B, T, N, H] to the keys of latents; the output is [B, T, N, V].
+
+        `latent` [B, T, 1, C] are latents and rotated keys, `heads` the LatentHeads (layers/mla.py)
+        that map them to keys and values.
         """
         ...
 

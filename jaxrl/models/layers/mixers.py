@@ -1,0 +1,16 @@
+"""The module of each kind of mixer."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.models.config import AttentionConfig, GatedDeltaNetConfig, MLAConfig
+from jaxrl.models.layers.attention import Attention
+from jaxrl.models.layers.gated_delta_net import GatedDeltaNet
+from jaxrl.models.layers.mla import MLA
+
+# Config of a mixer -> its module, which is made from (make, decoder's config, mixer's config).
+MIXERS: Mapping[type, Callable[..., Any]] = {
+    AttentionConfig: Attention,
+    GatedDeltaNetConfig: GatedDeltaNet,
+    MLAConfig: MLA,
+}
