@@ -1,6 +1,7 @@
 """Forward pass over a paged KV cache: rows of new tokens, or prefill mixed with decode."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.models.draft_states import keep_drafts
 from jaxrl.models.kv_cache import DraftInputs, KVCache, StateCache, of_layer
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
+from jaxrl.models.shared_kv import SharedKV
 from sharding import Rules
 
 DECODE_SCOPE = "decode_rows"  # named scope of decode attention, by which the planner finds it
@@ -140,10 +142,7 @@ class PagedRows:
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache):
         k_pages, v_pages, first = state.layer_pages(index, self.rules)
-        new = zip(
-            self.groups, self._by_group(k, "kv_heads"), self._by_group(v, "kv_heads"), strict=True
-        )
-        for group, keys, values in new:
+        for group, keys, values in self._new_tokens(k, v):
             k_pages, v_pages = write_pages(
                 k_pages,
                 v_pages,
@@ -169,6 +168,9 @@ class PagedRows:
                 )
             outs.append(out)
         return self._joined(outs, q.shape), state.with_pages(k_pages, v_pages, self.rules)
+
+    def share(self, k, v, shared: SharedKV, state: KVCache):
+        return k, v, state  # later layers read the pages of the layer that has them
 
     def delta(self, qk, v, g, beta, conv, index, state: KVCache):
         assert state.states is not None
@@ -223,6 +225,13 @@ class PagedRows:
         inputs = DraftInputs(qk, v, k, values, g, beta)
         drafts = keep_drafts(state.drafts, inputs, index, self.rules)
         return self._joined([out], shape), dataclasses.replace(state, drafts=drafts)
+
+    def _new_tokens(self, k, v) -> Iterable[tuple[TokenGroup, jax.Array, jax.Array]]:
+        """Each group with its keys and values; none if they are in the pages already."""
+        if k is None:
+            return ()
+        keys, values = self._by_group(k, "kv_heads"), self._by_group(v, "kv_heads")
+        return zip(self.groups, keys, values, strict=True)
 
     def _by_group(self, x: jax.Array, heads: str) -> list[jax.Array]:
         """The tokens of each group, by sequence."""

@@ -27,7 +27,8 @@ from jaxrl.models.files.quantized.scheme import without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.safetensors import TensorShapes, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors, kept_tensors
+from jaxrl.models.files.weight_files import FUSED_EXPERTS, find_tensors, kept_tensors
+from jaxrl.models.layers.moe import JOINED_IN_FILES
 from jaxrl.models.layers.router import CORRECTION
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
 from jaxrl.models.spec import hf_names, is_spec
@@ -93,6 +94,7 @@ def save_model(
     `target` is replaced. In a multi-host run every process calls this and the first one writes.
     """
     tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural_sort_key(tensor.name))
+    tensors = in_file_form(tensors, params.cfg)
     if not hosts.is_main_process():
         for tensor in tensors:
             tensor.read()
@@ -131,6 +133,7 @@ def convert_model(
         stored[name] = stored_tensor(name, found[name], cast)
     lora = None if adapter is None else adapter.lora
     tensors = sorted(merge_tensors(stored, lora, dtype), key=lambda t: natural_sort_key(t.name))
+    tensors = in_file_form(tensors, cfg)
     with atomic_folder(target) as folder:
         write_weights(folder, [*tensors, *kept_parts(cfg, source)], max_shard_bytes)
         write_settings(folder, cfg, tensors[0].dtype, source, settings)
@@ -306,6 +309,43 @@ def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
     if config_from_hf(source_config).tied and not cfg.tied:  # as the weights say
         source_config["tie_word_embeddings"] = False
     return source_config | classifier_json(cfg)
+
+
+def in_file_form(tensors: Sequence[Tensor], cfg: DecoderConfig) -> list[Tensor]:
+    """The tensors with all experts of a layer in one, for families that have no other files.
+
+    The inverse of `weight_files.separate_experts`.
+    """
+    names = {ffn.names for ffn in cfg.expert_layers}
+    if not names & JOINED_IN_FILES:
+        return list(tensors)
+    found: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        stem, experts, rest = tensor.name.partition(".experts.")
+        part = rest.removesuffix(".weight").rpartition(".")[2]
+        fused = next((name for name, parts in FUSED_EXPERTS.items() if part in parts), part)
+        found.setdefault(f"{stem}.experts.{fused}" if experts else stem, []).append(tensor)
+    return [
+        parts[0] if ".experts." not in name else joined_experts(name, parts)
+        for name, parts in found.items()
+    ]
+
+
+def joined_experts(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """One tensor [E, rows, columns] of the matrices of experts, in order of these."""
+    order = FUSED_EXPERTS[name.rpartition(".")[2]]
+    n_experts = len(parts) // len(order)
+    rows, columns = parts[0].shape
+
+    def key(tensor: Tensor) -> tuple[int, int]:
+        expert, part, _ = tensor.name.rsplit(".", 2)
+        return int(expert.rpartition(".")[2]), order.index(part)
+
+    def read() -> np.ndarray:
+        values = [tensor.read() for tensor in sorted(parts, key=key)]
+        return np.stack(values).reshape(n_experts, len(order) * rows, columns)
+
+    return Tensor(name, parts[0].dtype, (n_experts, len(order) * rows, columns), read)
 
 
 def write_weights(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int) -> None:

@@ -10,10 +10,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.config import DecoderConfig, MoEConfig
+from jaxrl.models.config import DecoderConfig, MoEConfig, target_name
 from jaxrl.models.layers.experts import ExpertMatrix, sharded_experts
 from jaxrl.models.layers.linear import Adapter
-from jaxrl.models.layers.router import CORRECTION, Live, RouterLoad, route, router_load
+from jaxrl.models.layers.router import (
+    CORRECTION,
+    Live,
+    RouterLoad,
+    route,
+    router_load,
+    scaled_input,
+)
 from jaxrl.models.layers.stored import QUANTIZED, Axes, MakeParam, make_stored, stored_specs
 from sharding import Rules
 
@@ -25,13 +32,19 @@ HF_NAMES = {
     "qwen3_next": QWEN,
     "qwen3_5_moe": QWEN,
     "glm4_moe": QWEN,
+    "gemma4": ("router.proj", "experts.{expert}.%s", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": (
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.%s",
         ("w1", "w3", "w2"),
     ),
 }
-WITHOUT_ADAPTERS = ("qwen3_5_moe",)  # PEFT reads no adapters of the experts of these models
+ROUTER_INPUT, ROUTER_EXPERTS = "router.scale", "router.per_expert_scale"
+JOINED_IN_FILES = {"gemma4"}  # transformers reads no separate experts of these models
+WITHOUT_ADAPTERS = (
+    "qwen3_5_moe",
+    "gemma4",
+)  # PEFT reads no adapters of the experts of these models
 
 AXES: dict[str, Axes] = {
     "gate": ("experts", "ffw", "w_embed"),
@@ -59,6 +72,11 @@ class MoE(nnx.Module):
             correction(f"{router}.{CORRECTION}", (E,), (None,)) if ffn.router.correction else None
         )
 
+        learned = functools.partial(make, init="ones")
+        scaled, self.eps = ffn.router.learned_scales, cfg.norm_eps
+        self.input_scale = nnx.data(learned(ROUTER_INPUT, (D,), (None,)) if scaled else None)
+        self.expert_scale = nnx.data(learned(ROUTER_EXPERTS, (E,), (None,)) if scaled else None)
+
         def weight(name: str) -> Any:
             part, sizes, dtype = expert % hf[name], out_in[name], cfg.base_dtype
             shape = (E, *sizes)
@@ -68,7 +86,8 @@ class MoE(nnx.Module):
             return make(name, (E, *shape), ("experts", *axes), **rest)
 
         def adapter(name: str) -> Adapter | None:
-            if lora is None or hf[name] not in lora.targets:
+            part = expert % hf[name]
+            if lora is None or target_name(part.replace(".{expert}", "")) not in lora.targets:
                 return None
             if lora.dora and not lora.n_stacked:
                 raise ValueError(
@@ -81,7 +100,7 @@ class MoE(nnx.Module):
                     "leave experts out of config.lora.target_modules. The shared expert's are "
                     f"'shared_expert.{hf[name]}' and so on"
                 )
-            part, sizes, axes = expert % hf[name], out_in[name], AXES[name][1:]
+            sizes, axes = out_in[name], AXES[name][1:]
             plain = dataclasses.replace(lora, dora=False)  # of a stack, the DoRA ones are elsewhere
             return Adapter(make_experts, part, plain, sizes, axes, n_out=1, hf_shape=sizes)
 
@@ -91,17 +110,27 @@ class MoE(nnx.Module):
         self.stack: dict[str, ExpertMatrix] | None = nnx.data(None)
 
     def __call__(
-        self, x: Float[Array, "B T D"], live: Live, rules: Rules
+        self,
+        x: Float[Array, "B T D"],
+        live: Live,
+        rules: Rules,
+        *,
+        residual: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterLoad]:
         """(y, load). Tokens that are not `live` (padding) reach no expert and give zeros.
 
-        A number instead of true is how often the token counts in the load.
+        A number instead of true is how often the token counts in the load. A router with learned
+        scales reads the `residual` stream.
         """
         rows = rules.spec("batch", "time", None)
         x = jax.reshard(x, rows)
         w = jax.reshard(self.router, rules.gathered(None, "w_embed"))
+        routed = x
+        if self.input_scale is not None:
+            assert residual is not None
+            routed = scaled_input(jax.reshard(residual, rows), self.input_scale, self.eps)
         logits = jnp.einsum(
-            "BTD,ED->BTE", x, w, out_sharding=rows, preferred_element_type=jnp.float32
+            "BTD,ED->BTE", routed, w, out_sharding=rows, preferred_element_type=jnp.float32
         )
         correction = self.correction
         if correction is not None:
@@ -110,6 +139,9 @@ class MoE(nnx.Module):
         in_specs = rows, None if correction is None else jax.P()
         mapped = jax.shard_map(choose, in_specs=in_specs, out_specs=rows)
         probs, weights, experts = mapped(logits, correction)
+        if self.expert_scale is not None:
+            scale = self.expert_scale.astype(jnp.float32)
+            weights = weights * scale.at[experts].get(out_sharding=rows)
         y = self._apply(x, weights, experts, live, rules)
         y = jax.reshard(y, rules.residual_spec(y.shape))
         return y, router_load(probs, experts, live)

@@ -8,6 +8,7 @@ from flax import struct
 from jaxrl import types
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.models.layers.rope import Rotation
+from jaxrl.models.shared_kv import SharedKV
 
 
 @runtime_checkable
@@ -19,7 +20,17 @@ class RowOps(Protocol):
     """
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state) -> tuple[jax.Array, Any]:
-        """Attention of q [B, T, N, H] to k and v [B, T, K, H]; the output is [B, T, N, H]."""
+        """Attention of q [B, T, N, H] to k and v [B, T, K, H]; the output is [B, T, N, H].
+
+        k and v are None if they are already in the cache.
+        """
+        ...
+
+    def share(self, k, v, shared: SharedKV, state) -> tuple[Any, Any, Any]:
+        """(k, v, state) for `attend`, of a layer that computes shared keys and values or uses them.
+
+        k and v [B, T, K, H] are None for a layer that uses those of an earlier one.
+        """
         ...
 
     def delta(self, qk, v, g, beta, conv, index, state) -> tuple[jax.Array, Any]:
@@ -41,3 +52,4 @@ class LayerPlace:
     index: types.Array | None  # int32, of the layer; None: of a list
     # int32, of the layer's cache among those of its kind; None: of a list, whose layers get theirs
     cache: types.Array | None
+    inputs: types.Array | None = None  # [B, T, P], of this layer by token; None: models without
