@@ -55,6 +55,17 @@ LATENT = dict(
     v_head_dim=16,
     moe_intermediate_size=20,
 )
+GEMMA4_PERIOD = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA4 = SMALL | dict(
+    head_dim=16,
+    global_head_dim=32,
+    sliding_window=6,
+    final_logit_softcapping=5.0,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.25),
+        sliding_attention=dict(rope_type="default", rope_theta=100.0),
+    ),
+)
 # Windows are shorter than the rows; caps are small enough to change the values.
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, rope_theta=500.0)),
@@ -385,8 +396,46 @@ MODELS = {
             **SMALL,
         ),
     ),
+    "gemma4": (
+        "Gemma4",
+        dict(
+            num_hidden_layers=6,
+            layer_types=2 * GEMMA4_PERIOD,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            **GEMMA4,
+        ),
+    ),
+    "gemma4_moe": (
+        "Gemma4",
+        dict(
+            num_hidden_layers=3,
+            layer_types=GEMMA4_PERIOD,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=3,
+            moe_intermediate_size=20,
+            **GEMMA4,
+        ),
+    ),
+    "gemma4_shared": (
+        "Gemma4",
+        dict(
+            num_hidden_layers=9,
+            layer_types=3 * GEMMA4_PERIOD,
+            num_kv_shared_layers=5,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=64,
+            **GEMMA4,
+        ),
+    ),
 }
-WITH_TEXT_CONFIG = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")  # the other class includes images
+WITH_TEXT_CONFIG = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # the other class includes images
 SCORED = ("llama", "qwen2", "gemma3")
 # Rotary frequencies of full-size models: name -> (head size, rope_parameters).
 QWEN_YARN = dict(
@@ -434,10 +483,11 @@ ROWS, LENGTH = 2, 40
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Scales weights so that attention is peaked; moves norms and biases from their defaults."""
     generator = torch.Generator().manual_seed(seed)
-    corrections = [(name, w) for name, w in model.named_buffers() if "correction_bias" in name]
-    for name, weight in [*model.named_parameters(), *corrections]:
+    stored = ("correction_bias", "layer_scalar")
+    buffers = [(name, w) for name, w in model.named_buffers() if name.endswith(stored)]
+    for name, weight in [*model.named_parameters(), *buffers]:
         noise = torch.randn(weight.shape, generator=generator)
-        if "norm" in name:
+        if "norm" in name or name.endswith(("scale", "scalar")):
             weight.data += 0.3 * noise
         elif "bias" in name:
             weight.data = 0.5 * noise

@@ -12,10 +12,12 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_kernels
 from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.mla_config import MLAConfig
+from jaxrl.models.shared_kv import SharedKV
 from sharding import Rules
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # of every family
 LONG_ROPE = "longrope"  # Phi-3 and Phi-4-mini
+PROPORTIONAL = "proportional"  # Gemma 4
 NO_ROPE = "none"  # layers whose queries and keys are not rotated
 # Names in files of a layer's norms: before and after the mixer, before and after the ffn.
 NormNames = tuple[str | None, str | None, str | None, str | None]
@@ -34,7 +36,7 @@ class Rope:
     """Rotary embedding of one kind of layer: base period and frequency scaling."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # one of ROPE_KINDS, LONG_ROPE or NO_ROPE
+    kind: str = "default"  # one of ROPE_KINDS, LONG_ROPE, PROPORTIONAL or NO_ROPE
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -48,6 +50,7 @@ class Rope:
         float, ...
     ] = ()  # longrope: those of longer sequences, which are unsupported
     rotary: float = 1.0  # share of a head's features, its first ones, that is rotated
+    share: float = 1.0  # proportional: share of the pairs, the first ones, that is rotated
     interleaved: bool = False  # the features of a pair are adjacent, not half of them apart
     # Queries at position p are scaled by 1 + query_growth ln(1 + floor(p / original_len)).
     query_growth: float = 0.0
@@ -78,9 +81,11 @@ def target_name(layer: str) -> str:
     """The name by which adapters choose a layer: its last part, and two of a shared expert.
 
     So "gate_proj" is one of the experts, or of a dense layer, and "shared_expert.gate_proj" is not.
+    Experts next to an MLP are not part of it, and have two parts too: "experts.gate_proj".
     """
     parts = layer.split(".")
-    return ".".join(parts[-2 if {"shared_expert", "shared_experts"} & set(parts) else -1 :])
+    two = {"shared_expert", "shared_experts"} & set(parts) or parts[0] == "experts"
+    return ".".join(parts[-2 if two else -1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,9 @@ class AttentionConfig:
     joint_norm: bool = False  # the norm of queries is one of all heads, and so is that of keys
     gate: bool = False  # the output is multiplied by sigmoid(gate), a second half of q_proj
     sinks: bool = False  # a logit of every head in its softmax, without a value
+    v_norm: bool = False  # of every head of values, without a scale
+    k_eq_v: bool = False  # values are the keys before their norm and rotation: no v_proj
+    shared: SharedKV | None = None  # keys and values that several layers use
     scale: float | None = None  # of the scores; None: H ** -0.5
     softcap: float | None = None  # of the scores
 
@@ -115,9 +123,15 @@ class AttentionConfig:
         return (self.N + self.K) * self.H
 
     @property
+    def reads_kv(self) -> bool:
+        """Whether the keys and values are those of an earlier layer, which has their pages."""
+        return self.shared is not None and self.shared.reads
+
+    @property
     def weight_rows(self) -> int:
         """Rows of D weights that a token is multiplied with."""
-        return 2 * self.head_features + self.gate * self.N * self.H
+        n_kv = 0 if self.reads_kv else 2 - self.k_eq_v
+        return (2 + self.gate) * self.N * self.H + n_kv * self.K * self.H
 
     @property
     def kind(self) -> "AttentionConfig":
@@ -210,6 +224,7 @@ class RouterConfig:
     n_groups: int = 1  # of experts next to each other; a token chooses in top_groups of them
     top_groups: int = 1
     scale: float = 1.0  # of the weights
+    learned_scales: bool = False  # reads the normalized, scaled residual; every expert has a scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +241,10 @@ class MoEConfig:
     bias: bool = False  # of the router's logits and of every expert's products
     shared_F: int = 0  # width of the shared expert; 0 = none
     shared_gate: bool = True  # the shared expert's output is multiplied by a sigmoid of its gate
+    shared_name: str = ""  # in files; "": mlp.shared_expert, or its plural without a gate
     names: str = "qwen3_moe"  # of the tensors in files: key of HF_NAMES in layers/moe.py
+    # Names of norms of the experts' input, of their output, and of the shared expert's output.
+    norms: tuple[str | None, str | None, str | None] = (None, None, None)
     n_matrices: ClassVar[int] = 3  # of every expert
 
     @property
@@ -258,6 +276,7 @@ class LayerConfig:
     ffn: MLPConfig | MoEConfig
     norms: NormNames = PRE_NORMS
     parallel: bool = False  # mixer and ffn have the same input, and its norm
+    scalar: bool = False  # the output is multiplied by a number of the file, which is not trained
 
     @property
     def kind(self) -> "LayerConfig":
@@ -277,6 +296,7 @@ class DecoderConfig:
     unit_offset: bool = False  # norms scale by 1 + w (Gemma)
     layer_norm: bool = False  # norms subtract the mean
     norm_bias: bool = False  # layer_norm: with a bias
+    norm_rounds_last: bool = False  # norms scale by w before they round
     heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number per token
     tied: bool = False  # the unembedding is the embedding
     logit_softcap: float | None = None
@@ -284,6 +304,8 @@ class DecoderConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of what a layer's mixer and ffn add
     max_len: int = 2048
+    input_P: int = 0  # features of the inputs of each layer by token (layers/layer_inputs.py)
+    input_V: int = 0  # tokens that have them
     dense_F: int = 0  # intermediate_size of a file in which every layer has experts; unused
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
     gated_delta: str = "auto"  # implementation of decode steps of gated DeltaNet; see kernels/
@@ -324,12 +346,6 @@ class DecoderConfig:
         return [
             layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetConfig)
         ]
-
-    @property
-    def cache_indices(self) -> tuple[int, ...]:
-        """The index of each layer among those whose mixer is of the same kind."""
-        kinds = [type(layer.mixer) for layer in self.layers]
-        return tuple(kinds[:i].count(kind) for i, kind in enumerate(kinds))
 
     @property
     def score_features(self) -> int:

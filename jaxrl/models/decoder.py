@@ -12,33 +12,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.matmul import matmul
-from jaxrl.models.config import (
-    AttentionConfig,
-    DecoderConfig,
-    LayerConfig,
-    MLAConfig,
-    MoEConfig,
-)
+from jaxrl.models.cache_layout import cache_places
+from jaxrl.models.config import DecoderConfig, LayerConfig, MoEConfig
 from jaxrl.models.kv_cache import KVCache
+from jaxrl.models.layer_places import layer_place, stacked_places, with_inputs
 from jaxrl.models.layers.experts import ExpertMatrix
+from jaxrl.models.layers.layer_inputs import LayerInput, LayerInputs
 from jaxrl.models.layers.linear import MakeParam, make_spec
 from jaxrl.models.layers.mixers import MIXERS
 from jaxrl.models.layers.mlp import MLP, SharedExpert
 from jaxrl.models.layers.moe import MoE, keeps_stack
 from jaxrl.models.layers.norms import LayerNorm, RMSNorm, make_norm
-from jaxrl.models.layers.rope import Rotation, rotations
 from jaxrl.models.layers.router import Live, RouterLoad
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
 from jaxrl.models.layers.tables import table_adapters
 from jaxrl.models.remat import finish_gradients, layer_input, loop_remat, recompute, scan_remat
 from jaxrl.models.router_replay import with_experts
+from jaxrl.models.shared_kv import KeptKV
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix
 
@@ -59,6 +55,11 @@ class Layer(nnx.Module):
         before, after, before_mlp, after_mlp = layer.norms
         self.attn_norm, self.post_attn_norm = norm(before), norm(after)
         self.mlp_norm, self.post_mlp_norm = norm(before_mlp), norm(after_mlp)
+        branches = ffn.norms if is_mixture else (None, None, None)
+        self.expert_norm, self.post_expert_norm, self.post_shared_norm = map(norm, branches)
+        self.input_gate = LayerInput(make, cfg, layer.ffn.act) if cfg.input_P else None
+        scalar = make("layer_scalar", (1,), (None,), init="ones") if layer.scalar else None
+        self.scalar = nnx.data(scalar)
 
     def __call__(
         self, x, live, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules
@@ -70,12 +71,20 @@ class Layer(nnx.Module):
         if not self.parallel:
             inputs = x if self.mlp_norm is None else self.mlp_norm(x)
         if isinstance(self.mlp, MoE):
-            h, load = self.mlp(inputs, live, rules, place.experts)
+            own = inputs if self.expert_norm is None else self.expert_norm(x)
+            h, load = self.mlp(own, live, rules, place.experts, residual=x)
+            h = h if self.post_expert_norm is None else self.post_expert_norm(h)
         else:
             h = self.mlp(inputs, rules)
         if self.shared is not None:
-            h = h + self.shared(inputs, rules)
-        return self._add(x, h, self.post_mlp_norm), state, load
+            shared = self.shared(inputs, rules)
+            norm = self.post_shared_norm
+            h = h + (shared if norm is None else norm(shared))
+        x = self._add(x, h, self.post_mlp_norm)
+        if self.input_gate is not None:
+            x = x + self.input_gate(x, place.inputs, rules)
+        x = x if self.scalar is None else x * self.scalar.astype(x.dtype)
+        return x, state, load
 
     def _add(self, x: jax.Array, h: jax.Array, norm: RMSNorm | LayerNorm | None) -> jax.Array:
         """The residual stream with the output of the mixer or of the MLP."""
@@ -119,6 +128,7 @@ class Decoder(nnx.Module):
                 ]
             )
         self.norm = make_norm(top, "model.norm", cfg)
+        self.layer_inputs = LayerInputs(top, cfg) if cfg.input_P else None
         untied = "vocab" in cfg.heads and not cfg.tied
         self.lm_head = nnx.data(table("lm_head.weight") if untied else None)
         self.lora = nnx.data(table_adapters(top, cfg))  # of embed and lm_head, by these names
@@ -158,9 +168,19 @@ class Decoder(nnx.Module):
         experts.
         """
         x = self.embed_tokens(tokens, rules)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x, rules)
         x = jax.reshard(x, rules.residual_spec(x.shape))
         x, state, load = run_layers(
-            self, x, positions, rows, state, experts, live=live, rules=rules, remat=remat
+            self,
+            x,
+            positions,
+            rows,
+            state,
+            experts,
+            inputs=inputs,
+            live=live,
+            rules=rules,
+            remat=remat,
         )
         return jax.reshard(self.finish(x), rules.spec("batch", "time", "embed")), state, load
 
@@ -241,13 +261,14 @@ def run_layers(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
     rows: RowOps,
-    state: KVCache | None,
+    state: KVCache | KeptKV | None,
     experts: Int[Array, "L B T k"] | None,
     *,
+    inputs: Float[Array, "L B T P"] | None,
     live: Live,
     rules: Rules,
     remat: str,
-) -> tuple[Float[Array, "B T D"], KVCache | None, RouterLoad | None]:
+) -> tuple[Float[Array, "B T D"], KVCache | KeptKV | None, RouterLoad | None]:
     """Runs all layers in order: a scan over stacked layers, a loop over a list.
 
     `state` passes from layer to layer; as a scan carry it is updated in place. In a list, `attend`
@@ -257,6 +278,7 @@ def run_layers(
     cfg = model.cfg
     if cfg.stacked:
         layers, places = stacked_layers(model, rules)
+        places = places if inputs is None else with_inputs(cfg, places, inputs)
         return scan_layers(
             cfg,
             layers,
@@ -265,12 +287,13 @@ def run_layers(
             positions,
             rows,
             state,
-            keep_experts=state is not None and keeps_stack(rules),
+            keep_experts=isinstance(state, KVCache) and keeps_stack(rules),
             live=live,
             rules=rules,
             remat=remat,
         )
-    places = with_experts(cfg, [_place(cfg, i) for i in range(cfg.L)], experts)
+    places = with_experts(cfg, [layer_place(cfg, i, inputs) for i in range(cfg.L)], experts)
+    caches = [place.layer for place in cache_places(cfg)]
 
     def step(policy: str) -> Callable:
         layer_fn = _layer_fn(live, positions, rows, rules, policy)
@@ -281,9 +304,9 @@ def run_layers(
             x, state = carry
             if cfg.lora is None:  # otherwise frozen weights would get gradients
                 x, layer = finish_gradients(x, layer)
-            own = None if state is None else state.layer(i)
+            own = None if state is None else state.layer(caches[i])
             x, own, load = layer_fn(layer, x, places[i], cfg.window(i), own)
-            return (x, None if state is None else state.with_layer(i, own)), load
+            return (x, None if state is None else state.with_layer(caches[i], own)), load
 
         return one
 
@@ -294,24 +317,12 @@ def run_layers(
 
 def stacked_layers(model: Decoder, rules: Rules) -> tuple[Any, list[LayerPlace]]:
     """(layers of the model with their leading axes sharded, one LayerPlace for each stack)."""
-    cfg = model.cfg
 
     def shard_layers(param: jax.Array) -> jax.Array:
         spec = jax.typeof(param).sharding.spec
         return jax.reshard(param, jax.P(*rules.spec("layers"), *spec[1:]))
 
-    def place(layers: range) -> LayerPlace:
-        # A traced window cannot be 0 for "none", so such layers get the largest one.
-        windows = [cfg.window(i) or np.iinfo(np.int32).max for i in layers]
-        return LayerPlace(
-            jax.tree.map(jnp.asarray, _rotations(cfg, layers)),
-            None if len(set(windows)) == 1 else jnp.asarray(windows, jnp.int32),
-            jnp.asarray(layers, jnp.int32),
-            jnp.asarray([cfg.cache_indices[i] for i in layers], jnp.int32),
-        )
-
-    places = [place(layers) for run in cfg.runs for layers in run]
-    return jax.tree.map(shard_layers, model.layers), places
+    return jax.tree.map(shard_layers, model.layers), stacked_places(model.cfg)
 
 
 def scan_layers(
@@ -379,7 +390,10 @@ def _period_step(
             window = cfg.window(layers.start) if static else place.window
             if len(run) > 1 and cfg.lora is None:  # a scan of one layer finishes them by itself
                 x, layer = finish_gradients(x, layer)
-            x, state, load = layer_fn(policy, static)(layer, x, place, window, state)
+            pool = cache_places(cfg)[layers.start].pool
+            own = None if state is None else state.pool(pool)
+            x, own, load = layer_fn(policy, static)(layer, x, place, window, own)
+            state = None if state is None else state.with_pool(pool, own)
             loads += [] if load is None else [load]
         stacked = jax.tree.map(lambda *of: jnp.stack(of), *loads) if loads else None
         return (x, state), stacked
@@ -402,18 +416,6 @@ def _with_experts(layer: Layer, experts: dict[str, ExpertMatrix], index: Int[Arr
     new = jax.tree.map(lambda leaf: leaf, layer)
     new.mlp = layer.mlp.with_stack(experts, index)
     return new
-
-
-def _place(cfg: DecoderConfig, layer: int) -> LayerPlace:
-    """The place of one layer of a list, whose cache is that of a model of one layer."""
-    rotation = jax.tree.map(lambda a: a[0], _rotations(cfg, range(layer, layer + 1)))
-    return LayerPlace(rotation, window=None, index=None, cache=None)
-
-
-def _rotations(cfg: DecoderConfig, layers: range) -> Rotation | None:
-    mixers = [cfg.layers[i].mixer for i in layers]
-    found = [mixer for mixer in mixers if isinstance(mixer, AttentionConfig | MLAConfig)]
-    return rotations(found) if found else None
 
 
 def _layer_fn(

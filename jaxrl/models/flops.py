@@ -24,6 +24,7 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
         weights += cfg.D * (
             mixer.weight_rows + ffn.n_matrices * ffn.active_features + ffn.gate_rows
         )
+        weights += cfg.D * 3 * cfg.input_P  # the inputs of the layer, their gate and projection
         if isinstance(mixer, GatedDeltaNetConfig):
             products += 6 * mixer.N * mixer.D * mixer.V * n.sum()
         elif isinstance(mixer, MLAConfig):

@@ -1,6 +1,7 @@
 """The cache of sequences in device memory: a pool of KV pages or of state slots for each layer."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Mapping
 
@@ -10,6 +11,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxrl.kernels.quantized import MAX_VALUE, Quantized
+from jaxrl.models.cache_layout import page_owners, page_shape, page_shapes
 from jaxrl.models.config import AttentionConfig, DecoderConfig, GatedDeltaNetConfig, MLAConfig
 from jaxrl.types import Tree
 from sharding import Rules
@@ -89,15 +91,19 @@ class JoinedPools:
 class KVCache:
     """Head-major pages: [P, K, page_len, H] of every layer with attention, and slots of the others.
 
-    They are in a list of all layers, with None for those of the other kind, or stacked with a
-    leading axis of the layers of their kind. If stacked layers differ in P, their pages are joined
-    on that axis. Quantized caches hold a `Quantized` of the pages, with a scale per head and token.
+    They are in a list of all layers, with None for those of the other kind and for those that use
+    the pages of an earlier layer, or stacked with a leading axis of the layers of their kind. If
+    stacked layers differ in P, their pages are joined on that axis. If they differ in K or H, k, v
+    and `joined` are tuples, with joined pages for each shape (cache_layout.py). Quantized caches
+    hold a `Quantized` of the pages, with a scale per head and token.
     """
 
     k: Tree
     v: Tree
     states: StateCache | None = None
-    joined: JoinedPools | None = struct.field(pytree_node=False, default=None)
+    joined: JoinedPools | tuple[JoinedPools, ...] | None = struct.field(
+        pytree_node=False, default=None
+    )
     # While draft tokens are verified (draft_states.py); then layers leave the states as they are.
     drafts: DraftInputs | None = None
 
@@ -119,6 +125,26 @@ class KVCache:
 
         return jax.tree.map(replace_pool, self, one, is_leaf=_is_list)
 
+    @property
+    def n_pools(self) -> int:
+        """Shapes of the pages of stacked layers."""
+        return len(self.joined) if isinstance(self.joined, tuple) else 1
+
+    def pool(self, number: int) -> "KVCache":
+        """The cache with the pages of one shape only, as that of a model without other shapes."""
+        if not isinstance(self.joined, tuple):
+            return self
+        k, v, joined = self.k[number], self.v[number], self.joined[number]
+        return dataclasses.replace(self, k=k, v=v, joined=joined)
+
+    def with_pool(self, number: int, one: "KVCache") -> "KVCache":
+        """The cache with the pages of one shape replaced by what `pool` returned, updated."""
+        if not isinstance(self.joined, tuple):
+            return one
+        before, after = slice(number), slice(number + 1, None)
+        k, v = ((*old[before], new, *old[after]) for old, new in ((self.k, one.k), (self.v, one.v)))
+        return dataclasses.replace(one, k=k, v=v, joined=self.joined)
+
     def layer_pages(
         self, layer: jax.Array | None, rules: Rules
     ) -> tuple[Tree, Tree, int | jax.Array]:
@@ -128,6 +154,7 @@ class KVCache:
         list contains one layer, and `layer` is None.
         """
         if self.joined is not None:
+            assert isinstance(self.joined, JoinedPools), "`pool` chooses the pages of one shape"
             return self.k, self.v, jnp.asarray(self.joined.starts)[layer]
 
         def pages(pools: jax.Array | list[jax.Array]) -> jax.Array:
@@ -182,52 +209,55 @@ def init_cache(
     sizes = {0: n_pages, **(window_pages or {})}
     n_replicas = rules.n_shards("batch")
     pages = [
-        None
-        if isinstance(mixer, GatedDeltaNetConfig)
-        else (
-            n_replicas * of_window(sizes, mixer.window),
-            page_heads(mixer),
-            page_len,
-            mixer.page_features if isinstance(mixer, MLAConfig) else mixer.H,
-        )
+        shape and (n_replicas * of_window(sizes, mixer.window), shape[0], page_len, shape[1])
         for mixer in (layer.mixer for layer in cfg.layers)
+        for shape in [page_shape(mixer)]
     ]
     values = [
         page if isinstance(layer.mixer, AttentionConfig) else None
         for page, layer in zip(pages, cfg.layers, strict=True)
     ]
-    found = [shape for shape in pages if shape]
-    if cfg.stacked and len({shape[1:] for shape in found}) > 1:
-        raise ValueError(
-            f"layers of this {cfg.family} model differ in their kv heads or head size, so their "
-            "KV pages cannot be stacked; set config.model.layers='list'"
-        )
     spec = page_rules(cfg, rules).spec("batch", "kv_heads", None, None)
 
-    def layer_pools(pages: list[tuple[int, ...] | None]) -> Tree:
+    def pools(pages: list[tuple[int, ...] | None]) -> Tree:
+        one = functools.partial(_pools, cfg, join=join)
         if not is_quantized_dtype(dtype) or not any(pages):
-            return _pools(cfg, pages, dtype, spec)
+            return one(pages, dtype, spec)
         scales = [shape and shape[:3] for shape in pages]
-        scale = _pools(cfg, scales, SCALE_DTYPE, jax.P(*spec[:3]))
-        return Quantized(_pools(cfg, pages, dtype, spec), scale)
+        return Quantized(one(pages, dtype, spec), one(scales, SCALE_DTYPE, jax.P(*spec[:3])))
 
+    def layer_pools(pages: list[tuple[int, ...] | None]) -> Tree:
+        if len(joined) < 2:
+            return pools(pages)
+        return tuple(
+            pools([page for page in pages if page and (page[1], page[3]) == shape])
+            for shape in page_shapes(cfg)
+        )
+
+    join = cfg.stacked and len({page for page in pages if page}) > 1
+    joined = _joined_pools(cfg, sizes) if join else ()
     states = _state_pools(cfg, rules, n_slots, tail_dtype) if cfg.delta_layers else None
-    joined = None
-    if cfg.stacked and len(set(found)) > 1:
-        windows = tuple(mixer.window for mixer in cfg.attention_layers)
-        joined = JoinedPools(windows, tuple(of_window(sizes, window) for window in windows))
-    return KVCache(k=layer_pools(pages), v=layer_pools(values), states=states, joined=joined)
-
-
-def page_heads(mixer: AttentionConfig | MLAConfig) -> int:
-    """Heads of a layer's KV pages."""
-    return 1 if isinstance(mixer, MLAConfig) else mixer.K
+    return KVCache(
+        k=layer_pools(pages),
+        v=layer_pools(values),
+        states=states,
+        joined=joined if len(joined) > 1 else next(iter(joined), None),
+    )
 
 
 def page_rules(cfg: DecoderConfig, rules: Rules) -> Rules:
     """The rules of KV pages, which shard no head where layers have one for all queries."""
     latent = any(isinstance(mixer, MLAConfig) for mixer in cfg.paged_layers)
     return dataclasses.replace(rules, kv_heads=None) if latent else rules
+
+
+def _joined_pools(cfg: DecoderConfig, sizes: Mapping[int, int]) -> tuple[JoinedPools, ...]:
+    """The joined pools of each shape of pages."""
+    found = []
+    for shape in page_shapes(cfg):
+        windows = tuple(m.window for m in page_owners(cfg) if page_shape(m) == shape)
+        found.append(JoinedPools(windows, tuple(of_window(sizes, window) for window in windows)))
+    return tuple(found)
 
 
 def _state_pools(
@@ -249,7 +279,12 @@ def _state_pools(
 
 
 def _pools(
-    cfg: DecoderConfig, shapes: list[tuple[int, ...] | None], dtype: DTypeLike, spec: jax.P
+    cfg: DecoderConfig,
+    shapes: list[tuple[int, ...] | None],
+    dtype: DTypeLike,
+    spec: jax.P,
+    *,
+    join: bool = False,
 ) -> Tree:
     """Zeroed pools of the layers with a shape: in a list of all layers, stacked, or joined."""
     if not cfg.stacked:
@@ -257,7 +292,7 @@ def _pools(
     found = [shape for shape in shapes if shape is not None]
     if not found:
         return None
-    if len(set(found)) > 1:
+    if join:
         n_rows = sum(shape[0] for shape in found)
         return jnp.zeros((n_rows, *found[0][1:]), dtype, out_sharding=spec)
     return jnp.zeros((len(found), *found[0]), dtype, out_sharding=jax.P(None, *spec))
@@ -280,8 +315,11 @@ def of_layer(
     """`of_window` of a layer; in joined pools `layer` chooses among arrays of one shape."""
     if cache.joined is None:
         return of_window(groups, window)
+    assert isinstance(cache.joined, JoinedPools), "`pool` chooses the pages of one shape"
     keys = list(groups)
     places = [keys.index(w) if w in keys else keys.index(0) for w in cache.joined.windows]
+    if len(set(places)) == 1:
+        return groups[keys[places[0]]]
     chosen = jnp.asarray(places)[layer]
     return jax.lax.dynamic_index_in_dim(jnp.stack(list(groups.values())), chosen, keepdims=False)
 
@@ -308,7 +346,7 @@ def page_bytes(
     scale = jnp.dtype(SCALE_DTYPE).itemsize if is_quantized_dtype(dtype) else 0
     item = jnp.dtype(dtype).itemsize
     found = dict.fromkeys((0, *windows), 0)
-    for mixer in cfg.paged_layers:
+    for mixer in page_owners(cfg):
         window = mixer.window if mixer.window in found else 0
         if isinstance(mixer, MLAConfig):
             found[window] += page_len * (mixer.page_features * item + scale)

@@ -239,7 +239,7 @@ def split(model: Decoder) -> tuple[Tree, Tree]:
     """(arrays that training changes, frozen arrays); each has MaskedNode in place of the others.
 
     Without adapters all arrays are trained, except the corrections of routers, which have no
-    gradient. `model` may also be a tree of specs.
+    gradient, and the scalars of layers, which are no parameters. `model` may also be a tree of specs.
     """
     trained = _is_trained(model)
     return _select(model, trained), _select(model, jax.tree.map(lambda t: not t, trained))
@@ -279,7 +279,7 @@ def with_base(saved: Tree, base: Decoder) -> Decoder:
 
 def _is_trained(model: Decoder) -> Tree:
     """A tree of bools."""
-    fixed = _in_parts(model, "a0", "b0", "correction")
+    fixed = _in_parts(model, "a0", "b0", "correction", "scalar")
     if model.cfg.lora is None:
         return jax.tree.map(lambda fixed: not fixed, fixed)
     chosen = _in_parts(model, "lora", "score")

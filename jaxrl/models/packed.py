@@ -16,6 +16,7 @@ from jaxrl.kernels.gated_delta import causal_conv, gated_delta
 from jaxrl.kernels.gated_delta.rows import from_whole_rows, to_whole_rows, whole_row_rules
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.kernels.visibility import Visibility
+from jaxrl.models.cache_layout import kept_layers
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, scan_layers, stacked_layers
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
@@ -28,6 +29,7 @@ from jaxrl.models.lora import combine, split
 from jaxrl.models.pipeline import run_stages, to_micro_batches
 from jaxrl.models.pipeline_1f1b import gradients_1f1b
 from jaxrl.models.router_replay import with_experts
+from jaxrl.models.shared_kv import KeptKV, SharedKV, empty_kv
 from jaxrl.types import Tree
 from sharding import Rules, unshuffle
 
@@ -94,8 +96,9 @@ def forward_routed(
     if rules.layers is None:
         packed = PackedRows(segments, visibility, rules, implementation, segment_align)
         given = _layers_first(experts)
+        state = empty_kv(kept_layers(model.cfg), tokens.shape, model.embed.dtype, rules)
         hidden, _, load = model(
-            tokens, positions, packed, live=weights, rules=rules, remat=remat, experts=given
+            tokens, positions, packed, state, live=weights, rules=rules, remat=remat, experts=given
         )
         return hidden, load
     x = model.embed_tokens(tokens, rules)
@@ -174,7 +177,7 @@ def pipelined_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Operations between the tokens of packed rows; no state is passed from layer to layer."""
+    """Operations between the tokens of packed rows; the state are keys and values that are shared."""
 
     segments: jax.Array  # int32 [B, T]
     visibility: Visibility | None
@@ -208,6 +211,9 @@ class PackedRows:
         q, k, spec = padded(q), padded(k), heads.cfg.spec(self.rules)
         out, state = self.attend(q, k, padded(v), spec, window, index, state)
         return out[..., : v.shape[-1]], state
+
+    def share(self, k, v, shared: SharedKV, state: KeptKV):
+        return state.share(k, v, shared)
 
     def delta(self, qk, v, g, beta, conv, index, state):
         whole = whole_row_rules(self.rules)

@@ -1,6 +1,7 @@
 """Forward pass over a paged KV cache: rows of new tokens, or prefill mixed with decode."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxrl.models.kv_cache import DraftInputs, KVCache, StateCache, of_layer
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from jaxrl.models.layers.mla import LatentHeads
 from jaxrl.models.layers.router import RouterLoad
+from jaxrl.models.shared_kv import SharedKV
 from sharding import Rules
 
 DECODE_SCOPE = "decode_rows"  # named scope of decode attention, by which the planner finds it
@@ -165,16 +167,9 @@ class PagedRows:
     step: str  # implementation of gated_delta_step
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache, sinks=None):
-        """Without values `v`, they are the keys."""
+        """Without pages of values, the keys are the values."""
         k_pages, v_pages, first = state.layer_pages(index, self.rules)
-        no_values = [None] * len(self.groups)
-        new = zip(
-            self.groups,
-            self._by_group(k, "kv_heads"),
-            no_values if v is None else self._by_group(v, "kv_heads"),
-            strict=True,
-        )
-        for group, keys, values in new:
+        for group, keys, values in self._new_tokens(k, v):
             k_pages, v_pages = write_pages(
                 k_pages,
                 v_pages,
@@ -191,7 +186,7 @@ class PagedRows:
                 out = paged_attention(
                     group_q,
                     k_pages,
-                    k_pages if v is None else v_pages,
+                    k_pages if v_pages is None else v_pages,
                     spec=spec,
                     page_table=of_layer(group.pages, window, index, state) + first,
                     positions=group.positions,
@@ -208,6 +203,9 @@ class PagedRows:
         rows, spec = dataclasses.replace(self, rules=rules), heads.cfg.spec(rules)
         out, state = rows.attend(heads.absorb(q), latent, None, spec, window, index, state)
         return heads.values(out[..., : heads.cfg.latent]), state
+
+    def share(self, k, v, shared: SharedKV, state: KVCache):
+        return k, v, state  # later layers read the pages of the layer that has them
 
     def delta(self, qk, v, g, beta, conv, index, state: KVCache):
         assert state.states is not None
@@ -262,6 +260,14 @@ class PagedRows:
         inputs = DraftInputs(qk, v, k, values, g, beta)
         drafts = keep_drafts(state.drafts, inputs, index, self.rules)
         return self._joined([out], shape), dataclasses.replace(state, drafts=drafts)
+
+    def _new_tokens(self, k, v) -> Iterable[tuple[TokenGroup, jax.Array, jax.Array | None]]:
+        """Each group with its keys and values; none if they are in the pages already."""
+        if k is None:
+            return ()
+        keys = self._by_group(k, "kv_heads")
+        values = [None] * len(keys) if v is None else self._by_group(v, "kv_heads")
+        return zip(self.groups, keys, values, strict=True)
 
     def _by_group(self, x: jax.Array, heads: str) -> list[jax.Array]:
         """The tokens of each group, by sequence."""

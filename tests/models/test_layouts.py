@@ -5,6 +5,7 @@ Tests of jaxrl/models/decoder.py, paged.py, kv_cache.py and layers/moe.py.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.paged import forward_paged
@@ -25,6 +27,8 @@ from tests.marks import graded
 GOLDEN = Path(__file__).parent / "golden"
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", *EXPERTS]
+# Head sizes by layer; experts next to an MLP; keys of earlier layers and inputs of each layer
+GEMMA4 = ["gemma4", "gemma4_moe", "gemma4_shared"]
 OTHER_LAYERS = ["olmo2", "phi3", "starcoder2"]  # joint norms, fused projections, a plain MLP
 MESHES = {
     "fsdp": dict(fsdp=8),
@@ -36,11 +40,12 @@ MESHES = {
 EXPERT_MESHES = {
     "expert2": dict(expert=2),
     "expert4": dict(expert=4),
+    "fsdp_expert": dict(fsdp=2, expert=2),
     "fsdp_expert_tensor": dict(fsdp=2, expert=2, tensor=2),
     "replica_expert": dict(replica=2, expert=4),
 }
-STACKED = ("qwen2", "gemma3", "glm4_moe_lite")
 ROWS, LENGTH = 8, 32
+STACKED = ("qwen2", "gemma3", "glm4_moe_lite", "gemma4", "gemma4_shared")  # in the test of pages
 QUICK = graded(
     [
         *((f, "hsdp_tensor") for f in FAMILIES if f not in EXPERTS),
@@ -54,6 +59,9 @@ QUICK = graded(
         ("gpt_oss", "fsdp_expert_tensor"),
         ("glm4_moe_lite", "hsdp_tensor"),
         ("deepseek_v3", "fsdp_expert_tensor"),
+        ("gemma4", "hsdp"),
+        ("gemma4_moe", "fsdp_expert"),
+        ("gemma4_shared", "fsdp_tensor"),
     ],
     default=[("llama", "hsdp_tensor")],
     thorough=[
@@ -62,6 +70,8 @@ QUICK = graded(
         ("glm4_moe", "fsdp_expert_tensor"), ("gpt_oss", "fsdp_expert_tensor"),
         ("glm4_moe_lite", "hsdp_tensor"),
         ("deepseek_v3", "fsdp_expert_tensor"),
+        ("gemma4", "hsdp"), ("gemma4_moe", "fsdp_expert"),
+        ("gemma4_shared", "fsdp_tensor"),
     ],
 )  # fmt: skip
 
@@ -145,15 +155,18 @@ def test_every_mesh_gives_the_numbers_of_one_device_in_both_layouts(family, mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", *(pytest.param(f, marks=pytest.mark.thorough) for f in ("gemma2", "qwen3_moe"))],
+    ["qwen2", "gemma2", "qwen3_moe", "gemma4_moe", "gemma4_shared"],
 )
 def test_stacked_layers_give_the_numbers_of_a_list(family):
     value, logp, grads = alone(family)
     value_s, logp_s, grads_s = alone(family, stacked=True)
     np.testing.assert_allclose(value_s, value, rtol=1e-6)
     np.testing.assert_allclose(logp_s, logp, rtol=1e-5, atol=1e-4)
-    for i, layer in enumerate(grads.layers):
-        assert_close_trees(jax.tree.map(lambda x, i=i: x[i], grads_s.layers), layer)
+    cfg = model_config(GOLDEN / family)
+    stacks = grads_s.layers if isinstance(grads_s.layers, nnx.List) else [grads_s.layers]
+    for stack, layers in zip(stacks, itertools.chain(*cfg.runs), strict=True):
+        for i, layer in enumerate(layers):
+            assert_close_trees(jax.tree.map(lambda x, i=i: x[i], stack), grads.layers[layer])
 
 
 @pytest.mark.thorough
@@ -180,6 +193,8 @@ def test_remat_does_not_change_gradients(stacked, one_device):
             ("mixtral", dict(expert=2, tensor=2)),
             ("glm4_moe_lite", {}),
             ("deepseek_v3", dict(fsdp=2, tensor=2)),
+            *((f, {}) for f in GEMMA4),
+            ("gemma4_shared", dict(fsdp=2, tensor=2)),
         ],
         default=[("llama", dict(fsdp=2, tensor=2))],
         thorough=[
@@ -188,12 +203,14 @@ def test_remat_does_not_change_gradients(stacked, one_device):
             ("mixtral", dict(expert=2, tensor=2)),
             ("glm4_moe_lite", {}),
             ("deepseek_v3", dict(fsdp=2, tensor=2)),
+            *((f, {}) for f in GEMMA4),
+            ("gemma4_shared", dict(fsdp=2, tensor=2)),
         ],
     ),
 )
 def test_paged_tokens_give_the_hidden_states_of_a_packed_row(family, mesh):
     """Two rows: 10 tokens of prefill (one row padded), then decode, in scattered pages."""
-    tokens, page_len, n_pages = rows()[0][:2, :16], 4, 16
+    tokens, page_len, n_pages = rows(64)[0][:2, :16], 4, 16
     table = jnp.array([[3, 9, 1, 14], [7, 2, 12, 5]], jnp.int32)
     with jax.set_mesh(make_mesh(None, **mesh)):
         cfg, model = load_model(GOLDEN / family, rules=TRAIN, stacked=family in STACKED)

@@ -211,16 +211,10 @@ def copy_pages(
 
     The pages are by window, as `PageTables`; `windows` has that of each layer.
     """
-    joined = cache.joined
-    lead = (slice(None),) if stacked and joined is None else ()
+    lead = (slice(None),) if stacked and cache.joined is None else ()
 
     def copy_one(_, cache: KVCache, sources, targets) -> KVCache:
-        if joined is not None:
-            sources, targets = ({0: _in_joined(ids, joined)} for ids in (sources, targets))
-
-        def copied(pages: KVCache, window: int) -> KVCache:
-            source, target = of_window(sources, window), of_window(targets, window)
-
+        def copied(pages: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
             def copy(pool: jax.Array) -> jax.Array:
                 axes = (*(None,) * len(lead), None, "kv_heads")
                 spec = rules.in_replica().spec(*axes, *(None,) * (pool.ndim - len(axes)))
@@ -230,13 +224,18 @@ def copy_pages(
             return jax.tree.map(copy, pages)
 
         pages = dataclasses.replace(cache, states=None)
-        if joined is not None:
-            pages = copied(pages, 0)
+        if cache.joined is not None:
+            for i in range(pages.n_pools):
+                pool = pages.pool(i)
+                source, target = (_in_joined(ids, pool.joined) for ids in (sources, targets))
+                pages = pages.with_pool(i, copied(pool, source, target))
         elif stacked:
-            pages = copied(pages, windows[0])
+            window = windows[0]
+            pages = copied(pages, of_window(sources, window), of_window(targets, window))
         else:
             for i, window in enumerate(windows):
-                pages = pages.with_layer(i, copied(pages.layer(i), window))
+                source, target = of_window(sources, window), of_window(targets, window)
+                pages = pages.with_layer(i, copied(pages.layer(i), source, target))
         return dataclasses.replace(pages, states=cache.states)
 
     run = per_replica(copy_one, rules, cache_axis=len(lead), n_inputs=2)

@@ -45,10 +45,6 @@ def base_config(
     activation, `eps` that of the number in norms. `more` are further fields of `uniform_decoder`.
     """
     N, D = c["num_attention_heads"], c["hidden_size"]
-    activation = c.get(act) or "silu"
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"{act} is {activation!r}, which is not known; known: {known}")
     return uniform_decoder(
         family,
         L=c["num_hidden_layers"],
@@ -60,11 +56,20 @@ def base_config(
         V=c["vocab_size"],
         norm_eps=float(c.get(eps, 1e-6)),
         tied=c.get("tie_word_embeddings", False),
-        act=ACTIVATIONS[activation],
+        act=read_activation(c, act),
         max_len=c["max_position_embeddings"],
         rope=rope or read_rope(c),
         **more,
     )
+
+
+def read_activation(c: ConfigJson, name: str) -> str:
+    """The activation in the entry `name`. Raises ValueError for unknown ones."""
+    activation = c.get(name) or "silu"
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{name} is {activation!r}, which is not known; known: {known}")
+    return ACTIVATIONS[activation]
 
 
 def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:

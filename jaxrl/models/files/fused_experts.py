@@ -3,7 +3,8 @@
 Most files have `experts.gate_up_proj` [E, 2F, D], with all rows of gate before those of up, and
 `experts.down_proj` [E, D, F]. Those of gpt-oss are [E, D, 2F] and [E, F, D], with gate and up in
 turns; their biases are `gate_up_proj_bias` [E, 2F] and `down_proj_bias` [E, D]. Its quantized codes
-are [E, 2F, D]. transformers reads gpt-oss only in this form, so an export joins its experts again.
+are [E, 2F, D]. transformers reads gpt-oss and Gemma 4 only with fused experts, so an export joins
+them again.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from jaxrl.models.files.safetensors import Tensor, TensorInfo
 
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 INTERLEAVED = ("gpt_oss",)  # model types with the second form
+JOINED = ("gemma4",)  # families whose exports have the first form
 ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 ADVICE = "use the model's own config.json"
 
@@ -80,8 +82,8 @@ def separate_interleaved(stem: str, last: str, info: FileTensor) -> dict[str, Fi
     }
 
 
-def join_experts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The inverse of `separate_interleaved`, for the tensors to write; others as they are."""
+def join_experts(tensors: Iterable[Tensor], *, interleaved: bool) -> list[Tensor]:
+    """The inverse of `separate_experts`, for the tensors to write; others as they are."""
     others, apart = [], dict[str, list[Tensor]]()
     for tensor in tensors:
         if (found := ONE_EXPERT.fullmatch(tensor.name)) is None:
@@ -91,10 +93,11 @@ def join_experts(tensors: Iterable[Tensor]) -> list[Tensor]:
         fused = next(name for name, parts in FUSED_EXPERTS.items() if part in parts)
         name = f"{stem}.{fused}" + ("_bias" if kind == "bias" else "")
         apart.setdefault(name, []).append(tensor)
-    return others + [joined_tensor(name, found) for name, found in apart.items()]
+    joined = [joined_tensor(name, found, interleaved) for name, found in apart.items()]
+    return others + joined
 
 
-def joined_tensor(name: str, parts: list[Tensor]) -> Tensor:
+def joined_tensor(name: str, parts: list[Tensor], interleaved: bool) -> Tensor:
     """One tensor of all experts, of the matrices [out, in] or biases [out] of each."""
 
     def place(tensor: Tensor) -> tuple[int, int]:
@@ -104,13 +107,18 @@ def joined_tensor(name: str, parts: list[Tensor]) -> Tensor:
 
     ordered = sorted(parts, key=place)
     n = 1 + max(place(tensor)[1] for tensor in ordered)
-    *into, out = ordered[0].shape[::-1]
-    shape = (len(ordered) // n, *into, n * out)
+    out, *into = ordered[0].shape
+    E = len(ordered) // n
+    shape = (E, *into, n * out) if interleaved else (E, n * out, *into)
 
     def read() -> np.ndarray:
         values = np.empty(shape, ordered[0].dtype)
         for i, tensor in enumerate(ordered):
-            values[i // n, ..., i % n :: n] = tensor.read().T
+            expert, turn = divmod(i, n)
+            if interleaved:
+                values[expert, ..., turn::n] = tensor.read().T
+            else:
+                values[expert, turn * out : (turn + 1) * out] = tensor.read()
         return values
 
     return dataclasses.replace(ordered[0], name=name, shape=shape, read=read)

@@ -14,6 +14,7 @@ from jaxrl.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm4,
     glm4_moe,
     glm4_moe_lite,
@@ -50,6 +51,7 @@ FAMILIES = {
     "mistral": mistral,
     "gemma2": gemma2,
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "qwen3_moe": qwen3_moe,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
@@ -78,10 +80,16 @@ ADVICE = "use the model's own config.json"
 MODEL_TYPES = {name: name for name in FAMILIES} | {
     "gemma3_text": "gemma3",
     "kimi_k2": "deepseek_v3",
+    "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-IMAGE_AND_TEXT = ("gemma3", "qwen3_5", "qwen3_5_moe")  # model types whose language model is a part
+IMAGE_AND_TEXT = (
+    "gemma3",
+    "gemma4",
+    "qwen3_5",
+    "qwen3_5_moe",
+)  # model types whose language model is a part
 
 
 def folder_config(folder: str | Path) -> DecoderConfig:

@@ -48,6 +48,12 @@ INTEGERS = {  # smallest and largest value
     "linear_value_head_dim": (1, 2**14),
     "linear_conv_kernel_dim": (2, 64),
     "original_max_position_embeddings": (1, 2**31),
+    "global_head_dim": (2, 2**14),
+    "num_global_key_value_heads": (1, 2**14),
+    "num_kv_shared_layers": (0, 1000),
+    "hidden_size_per_layer_input": (0, 2**20),
+    "vocab_size_per_layer_input": (1, 2**26),
+    "top_k_experts": (1, 2**16),
 }
 NUMBERS = {
     "rms_norm_eps": (0.0, 1.0),
@@ -79,8 +85,8 @@ NUMBERS = {
 }
 FLAGS = {
     *("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "truncate"),
-    *("use_bidirectional_attention", "use_sliding_window", "attention_out_bias", "qkv_bias"),
-    *("use_bias", "use_qk_norm", "rope_interleave"),
+    *("use_sliding_window", "attention_out_bias", "qkv_bias", "use_bias", "use_qk_norm"),
+    *("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "rope_interleave"),
 }
 TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
 LISTS: dict[str, type] = {
@@ -108,8 +114,11 @@ NULLABLE = {
     "q_lora_rank",
     "sliding_window",
     "sliding_window_pattern",
-    "use_bidirectional_attention",
     "use_sliding_window",
+    "num_global_key_value_heads",
+    "num_experts",
+    "top_k_experts",
+    "moe_intermediate_size",
 }
 MAX_BLOCKS = 200_000  # layers times experts
 

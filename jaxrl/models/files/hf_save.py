@@ -14,7 +14,7 @@ from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
-from jaxrl.models.files.fused_experts import INTERLEAVED, join_experts
+from jaxrl.models.files.fused_experts import INTERLEAVED, JOINED, join_experts
 from jaxrl.models.files.hf_config import (
     ADVICE,
     classifier_json,
@@ -151,8 +151,8 @@ def stored_tensor(name: str, info: FileTensor, dtype: DTypeLike | None = None) -
 
 def in_file_order(tensors: Iterable[Tensor], cfg: DecoderConfig) -> list[Tensor]:
     """The tensors of a file, sorted by their names; of some families, experts are in one."""
-    if cfg.family in INTERLEAVED:
-        tensors = join_experts(tensors)
+    if cfg.family in (*INTERLEAVED, *JOINED):
+        tensors = join_experts(tensors, interleaved=cfg.family in INTERLEAVED)
     return sorted(tensors, key=lambda tensor: natural_sort_key(tensor.name))
 
 

@@ -36,8 +36,11 @@ OTHER_PARTS = {
     "vision_tower.": False,  # an export has the class of the text model, without images
     "multi_modal_projector.": False,
     "visual.": False,
+    "audio_tower.": False,
+    "embed_vision.": False,
+    "embed_audio.": False,
 }
-MAX_DRAFTER_LAYERS = 1000  # a damaged config.json must not cost memory
+MAX_DRAFTER_LAYERS = MAX_SHARED_LAYERS = 1000  # a damaged config.json must not cost memory
 COMPUTED = ("rotary_emb.inv_freq",)  # buffers that follow from config.json
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # of two tables at a time
@@ -53,8 +56,9 @@ def find_tensors(folder: Path) -> dict[str, FileTensor]:
     """
     tensors: dict[str, FileTensor] = {}
     drafter, interleaved = drafter_layers(folder), has_interleaved_experts(folder)
+    unused = shared_kv_parts(folder)
     for name, info in all_tensors(folder):
-        if not is_parameter(name) or name.startswith(drafter):
+        if not is_parameter(name) or name.startswith((*drafter, *unused)):
             continue
         if info.dtype not in FLOATS:
             raise ValueError(
@@ -92,6 +96,26 @@ def drafter_layers(folder: Path) -> tuple[str, ...]:
     if type(first) is not int or type(n_layers) is not int:
         return ()
     return tuple(f"model.layers.{first + i}." for i in range(min(n_layers, MAX_DRAFTER_LAYERS)))
+
+
+def shared_kv_parts(folder: Path) -> tuple[str, ...]:
+    """Starts of the names of keys and values of layers that use those of an earlier layer.
+
+    Published files of Gemma 4 have them; transformers does not load them. `num_kv_shared_layers`
+    is the number of these layers, the last ones.
+    """
+    path = folder / "config.json"
+    config = read_object(path, ADVICE) if path.exists() else {}
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    n_layers, n_shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
+    if type(n_layers) is not int or type(n_shared) is not int:
+        return ()
+    return tuple(
+        f"model.layers.{n_layers - 1 - i}.self_attn.{part}."
+        for i in range(min(n_layers, n_shared, MAX_SHARED_LAYERS))
+        for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
 
 
 def all_tensors(folder: Path) -> Iterable[tuple[str, FileTensor]]:

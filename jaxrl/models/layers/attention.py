@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.config import AttentionConfig, DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
-from jaxrl.models.layers.norms import RMSNorm
+from jaxrl.models.layers.norms import RMSNorm, rms_options, unit_rms
 from jaxrl.models.layers.rope import growing_queries, rotate
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
 from sharding import Rules, target_platform
@@ -41,8 +41,9 @@ class Attention(nnx.Module):
         fused = mixer.qkv_fused
         self.qkv = fused_projection(make, cfg, mixer, **options) if fused else None
         self.q = None if fused else project("q_proj", "N", mixer.N, "heads", 1 + mixer.gate)
-        self.k = None if fused else project("k_proj", "K", mixer.K, "kv_heads")
-        self.v = None if fused else project("v_proj", "K", mixer.K, "kv_heads")
+        k, v = not (fused or mixer.reads_kv), not (fused or mixer.reads_kv or mixer.k_eq_v)
+        self.k = project("k_proj", "K", mixer.K, "kv_heads") if k else None
+        self.v = project("v_proj", "K", mixer.K, "kv_heads") if v else None
         self.o = Linear(
             make,
             "self_attn.o_proj",
@@ -56,13 +57,14 @@ class Attention(nnx.Module):
         def norm(name: str, heads: int, axis: str) -> RMSNorm | None:
             if not mixer.qk_norm:
                 return None
-            how: Any = dict(eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+            how = rms_options(cfg)
             if mixer.joint_norm:
                 return RMSNorm(make, name, heads * mixer.H, axis=axis, **how)
             return RMSNorm(make, name, mixer.H, **how)
 
         self.q_norm = norm("self_attn.q_norm", mixer.N, "heads")
-        self.k_norm = norm("self_attn.k_norm", mixer.K, "kv_heads")
+        self.k_norm = None if mixer.reads_kv else norm("self_attn.k_norm", mixer.K, "kv_heads")
+        self.v_eps = cfg.norm_eps if mixer.v_norm else None
         sinks = make("self_attn.sinks", (mixer.N,), ("heads",)) if mixer.sinks else None
         self.sinks = nnx.data(sinks)
 
@@ -71,33 +73,44 @@ class Attention(nnx.Module):
         gate = None
         if self.cfg.gate:
             q, gate = jnp.split(q, 2, axis=-1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = prevent_norm_fusion(q), prevent_norm_fusion(k)
-            q = self._normed(self.q_norm, q, "heads", rules)
-            k = self._normed(self.k_norm, k, "kv_heads", rules)
+        q = self._normed(self.q_norm, q, "heads", rules)
         assert place.rotation is not None
-        q, k = rotate(q, positions, place.rotation), rotate(k, positions, place.rotation)
+        q = rotate(q, positions, place.rotation)
+        if k is not None:
+            k = self._normed(self.k_norm, k, "kv_heads", rules)
+            k = rotate(k, positions, place.rotation)
+        if v is not None and self.v_eps is not None:
+            v = unit_rms(prevent_norm_fusion(v), self.v_eps).astype(v.dtype)
         if self.cfg.rope.query_growth:
             q = growing_queries(q, positions, self.cfg.rope)
+        if self.cfg.shared is not None:
+            k, v, state = rows.share(k, v, self.cfg.shared, state)
         spec = self.cfg.spec(rules)
         out, state = rows.attend(q, k, v, spec, window, place.cache, state, self.sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return checkpoint_name(self.o(out, rules), "o"), state
 
-    def _project(self, x, rules: Rules) -> Sequence[jax.Array]:
-        """Queries, with their gates if there are any, keys and values."""
+    def _project(self, x, rules: Rules) -> Sequence[jax.Array | None]:
+        """Queries, with their gates if there are any, keys and values.
+
+        Keys and values are None if they are those of an earlier layer.
+        """
         if self.qkv is None:
-            assert self.q is not None and self.k is not None and self.v is not None
-            return checkpoint_name(apply_linears(x, self.q, self.k, self.v, rules=rules), "qkv")
+            linears = [linear for linear in (self.q, self.k, self.v) if linear is not None]
+            q, *kv = checkpoint_name(apply_linears(x, *linears, rules=rules), "qkv")
+            return (q, kv[0], kv[-1]) if kv else (q, None, None)
         H, width = self.cfg.H, self.cfg.N // self.cfg.K * self.cfg.H
         y = checkpoint_name(self.qkv(x, rules), "qkv")
         q, k, v = jnp.split(y, (width, width + H), axis=-1)
         shape, out = (*y.shape[:2], self.cfg.N, H), rules.spec("batch", "time", "heads", None)
         return jnp.reshape(q, shape, out_sharding=out), k, v
 
-    def _normed(self, norm: RMSNorm, x: jax.Array, axis: str, rules: Rules) -> jax.Array:
+    def _normed(self, norm: RMSNorm | None, x: jax.Array, axis: str, rules: Rules) -> jax.Array:
         """Normalized heads [B, T, N, H], each alone or all together."""
+        if norm is None:
+            return x
+        x = prevent_norm_fusion(x)
         if not self.cfg.joint_norm:
             return norm(x)
         flat = (*x.shape[:2], x.shape[2] * x.shape[3])

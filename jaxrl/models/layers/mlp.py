@@ -134,13 +134,15 @@ def _split_fused(y: Float[Array, "B T F C"], rules: Rules) -> list[Float[Array, 
 class SharedExpert(nnx.Module):
     """sigmoid(g x) mlp(x): an MLP that every token uses, next to its own experts.
 
-    Without a gate g, as in DeepSeek-V3, it is mlp(x), and has a plural name in files.
+    Without a gate g, as in DeepSeek-V3, it is mlp(x), and has a plural name in files. If the
+    experts are not part of the MLP (Gemma 4), it is the MLP.
     """
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MoEConfig):
         name = "mlp.shared_expert" if ffn.shared_gate else "mlp.shared_experts"
         assert isinstance(ffn.act, str)
-        self.mlp = MLP(make, cfg, MLPConfig(ffn.shared_F, ffn.act), name)
+        mlp = MLPConfig(ffn.shared_F, ffn.act)
+        self.mlp = MLP(make, cfg, mlp, ffn.shared_name or name)
         options: Any = dict(lora=cfg.lora, base_dtype=cfg.base_dtype)
         shape, axes = (1, cfg.D), (None, "w_embed")
         gate = functools.partial(Linear, make, SHARED_GATE, "BTD,SD->BTS", shape, axes, **options)

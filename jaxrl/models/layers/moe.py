@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.bits import materialize
-from jaxrl.models.config import DecoderConfig, MoEConfig
+from jaxrl.models.config import DecoderConfig, MoEConfig, target_name
 from jaxrl.models.layers.experts import ExpertMatrix, sharded_experts
 from jaxrl.models.layers.linear import Adapter
 from jaxrl.models.layers.router import (
@@ -21,6 +21,7 @@ from jaxrl.models.layers.router import (
     replay_load,
     replayed_route,
     router_load,
+    scaled_input,
 )
 from jaxrl.models.layers.stored import QUANTIZED, Axes, MakeParam, make_stored, stored_specs
 from sharding import Rules
@@ -36,15 +37,18 @@ HF_NAMES = {
     "gpt_oss": ("mlp.router", *QWEN[1:]),  # in files all experts are in one (fused_experts.py)
     "glm4_moe_lite": QWEN,
     "deepseek_v3": QWEN,
+    "gemma4": ("router.proj", "experts.{expert}.%s", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": (
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.%s",
         ("w1", "w3", "w2"),
     ),
 }
+ROUTER_INPUT, ROUTER_EXPERTS = "router.scale", "router.per_expert_scale"
 WITHOUT_ADAPTERS = (
     "qwen3_5_moe",
     "gpt_oss",
+    "gemma4",
 )  # PEFT reads no adapters of the experts of these models
 
 BIAS_AXES: dict[str, Axes] = {
@@ -83,6 +87,11 @@ class MoE(nnx.Module):
             correction(f"{router}.{CORRECTION}", (E,), (None,)) if ffn.router.correction else None
         )
 
+        learned = functools.partial(make, init="ones")
+        scaled, self.eps = ffn.router.learned_scales, cfg.norm_eps
+        self.input_scale = nnx.data(learned(ROUTER_INPUT, (D,), (None,)) if scaled else None)
+        self.expert_scale = nnx.data(learned(ROUTER_EXPERTS, (E,), (None,)) if scaled else None)
+
         def weight(name: str) -> Any:
             part, sizes, dtype = expert % hf[name], out_in[name], cfg.base_dtype
             shape = (E, *sizes)
@@ -92,7 +101,8 @@ class MoE(nnx.Module):
             return make(name, (E, *shape), ("experts", *axes), **rest)
 
         def adapter(name: str) -> Adapter | None:
-            if lora is None or hf[name] not in lora.targets:
+            part = expert % hf[name]
+            if lora is None or target_name(part.replace(".{expert}", "")) not in lora.targets:
                 return None
             if lora.dora and not lora.n_stacked:
                 raise ValueError(
@@ -106,7 +116,7 @@ class MoE(nnx.Module):
                     + f". The shared expert's are 'shared_expert.{hf[name]}' and so on"
                     * bool(ffn.shared_F)
                 )
-            part, sizes, axes = expert % hf[name], out_in[name], AXES[name][1:]
+            sizes, axes = out_in[name], AXES[name][1:]
             plain = dataclasses.replace(lora, dora=False)  # of a stack, the DoRA ones are elsewhere
             return Adapter(make_experts, part, plain, sizes, axes, n_out=1, hf_shape=sizes)
 
@@ -127,17 +137,23 @@ class MoE(nnx.Module):
         live: Live,
         rules: Rules,
         given: Int[Array, "B T k"] | None = None,
+        *,
+        residual: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterLoad]:
         """(y, load). Tokens that are not `live` (padding) reach no expert and give zeros.
 
         A number instead of true is how often the token counts in the load. `given` are experts to
-        replay (`replayed_route`).
+        replay (`replayed_route`). A router with learned scales reads the `residual` stream.
         """
         rows = rules.spec("batch", "time", None)
         x = jax.reshard(x, rows)
         w = jax.reshard(self.router, rules.gathered(None, "w_embed"))
+        routed = x
+        if self.input_scale is not None:
+            assert residual is not None
+            routed = scaled_input(jax.reshard(residual, rows), self.input_scale, self.eps)
         logits = jnp.einsum(
-            "BTD,ED->BTE", x, w, out_sharding=rows, preferred_element_type=jnp.float32
+            "BTD,ED->BTE", routed, w, out_sharding=rows, preferred_element_type=jnp.float32
         )
         if self.router_bias is not None:
             logits = materialize(logits) + jax.reshard(self.router_bias, jax.P())
@@ -151,6 +167,9 @@ class MoE(nnx.Module):
         out_specs = rows, rows, rows, replayed
         mapped = jax.shard_map(choose, in_specs=in_specs, out_specs=out_specs)
         probs, weights, experts, changed = mapped(logits, correction, given)
+        if self.expert_scale is not None:
+            scale = self.expert_scale.astype(jnp.float32)
+            weights = weights * scale.at[experts].get(out_sharding=rows)
         y = self._apply(x, weights, experts, live, rules)
         y = jax.reshard(y, rules.residual_spec(y.shape))
         load = router_load(probs, experts, live)

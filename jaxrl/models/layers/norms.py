@@ -1,5 +1,7 @@
 """Root-mean-square normalization (https://arxiv.org/abs/1910.07467) and layer normalization."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -10,7 +12,10 @@ from jaxrl.models.layers.linear import MakeParam
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * w, in float32; with `unit_offset` the scale is 1 + w (Gemma)."""
+    """x / rms(x) * w, in float32; with `unit_offset` the scale is 1 + w (Gemma 1 to 3).
+
+    The quotient is rounded to the dtype of x before it is scaled, or with `round_last` after it.
+    """
 
     def __init__(
         self,
@@ -20,19 +25,27 @@ class RMSNorm(nnx.Module):
         *,
         eps: float,
         unit_offset: bool,
+        round_last: bool = False,
         axis: str | None = None,
     ):
-        self.eps, self.unit_offset = eps, unit_offset
+        self.eps, self.unit_offset, self.round_last = eps, unit_offset, round_last
         init = "zeros" if unit_offset else "ones"
         self.w = nnx.data(make(f"{name}.weight", (dim,), (axis,), init=init))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        x32 = x.astype(jnp.float32)
-        mean = row_sum(x32 * x32)[..., None] / x.shape[-1]
-        normed = x32 * rsqrt(mean + self.eps)
+        normed = unit_rms(x, self.eps)
         if self.unit_offset:  # Gemma scales before rounding, other families after
             return (normed * (1.0 + self.w.astype(jnp.float32))).astype(x.dtype)
+        if self.round_last:
+            return (normed * self.w.astype(jnp.float32)).astype(x.dtype)
         return normed.astype(x.dtype) * self.w
+
+
+def unit_rms(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
+    """x / rms(x) in float32, without a scale."""
+    x32 = x.astype(jnp.float32)
+    mean = row_sum(x32 * x32)[..., None] / x.shape[-1]
+    return x32 * rsqrt(mean + eps)
 
 
 class LayerNorm(nnx.Module):
@@ -57,4 +70,9 @@ def make_norm(make: MakeParam, name: str, cfg: DecoderConfig) -> RMSNorm | Layer
     """A norm of the residual stream."""
     if cfg.layer_norm:
         return LayerNorm(make, name, cfg.D, eps=cfg.norm_eps, bias=cfg.norm_bias)
-    return RMSNorm(make, name, cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+    return RMSNorm(make, name, cfg.D, **rms_options(cfg))
+
+
+def rms_options(cfg: DecoderConfig) -> dict[str, Any]:
+    """The options of all RMSNorms of a model."""
+    return dict(eps=cfg.norm_eps, unit_offset=cfg.unit_offset, round_last=cfg.norm_rounds_last)

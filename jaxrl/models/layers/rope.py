@@ -50,7 +50,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     "yarn" has another transition (https://arxiv.org/abs/2309.00071, section 3.2). "dynamic" changes
     the base only for sequences longer than `DecoderConfig.max_len`, which are not supported.
     "longrope" has a divisor per pair (https://arxiv.org/abs/2402.13753), and others for sequences
-    longer than `original_len`, which are not supported. Layers without rotation have zeros.
+    longer than `original_len`, which are not supported. "proportional" rotates a share of the pairs
+    by the frequencies that they have if all are rotated. Layers without rotation have zeros.
     """
     inv = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     match rope.kind:
@@ -60,6 +61,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
             scaled = np.zeros_like(inv)
         case config.LONG_ROPE:
             scaled = inv / np.asarray(rope.short_factor, np.float32)
+        case config.PROPORTIONAL:
+            rotated = np.arange(len(inv)) < int(rope.share * head_dim // 2)
+            scaled = np.where(rotated, inv / rope.factor, 0)
         case "linear":
             scaled = inv / rope.factor
         case "llama3":

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl import types
 from jaxrl.kernels.bits import materialize, row_sum
 from jaxrl.models.config import RouterConfig
+from jaxrl.models.layers.norms import unit_rms
 
 Live = Bool[Array, "B T"] | Int[Array, "B T"]
 CORRECTION = "e_score_correction_bias"  # last part of the tensor's name; float32 in every file
@@ -93,6 +94,14 @@ def replayed_route(
         weights = weights / total[..., None]
     weights = weights if router.scale == 1 else weights * router.scale
     return probs, weights, experts, changed
+
+
+def scaled_input(
+    x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float
+) -> Float[Array, "B T D"]:
+    """scale x / rms(x) / √D: what a router with learned scales reads (Gemma 4)."""
+    root = jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+    return unit_rms(x, eps).astype(x.dtype) * scale * root
 
 
 def choose_experts(

@@ -8,6 +8,7 @@ from flax import struct
 from jaxrl import types
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.models.layers.rope import Rotation
+from jaxrl.models.shared_kv import SharedKV
 
 
 @runtime_checkable
@@ -23,7 +24,8 @@ class RowOps(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Attention of q [B, T, N, H] to k and v [B, T, K, H]; the output is [B, T, N, H].
 
-        `sinks` [N] are one more logit of each head (kernels/sinks.py).
+        k and v are None if they are already in the cache. `sinks` [N] are one more logit of each
+        head (kernels/sinks.py).
         """
         ...
 
@@ -32,6 +34,13 @@ class RowOps(Protocol):
 
         `latent` [B, T, 1, C] are latents and rotated keys, `heads` the LatentHeads (layers/mla.py)
         that map them to keys and values.
+        """
+        ...
+
+    def share(self, k, v, shared: SharedKV, state) -> tuple[Any, Any, Any]:
+        """(k, v, state) for `attend`, of a layer that computes shared keys and values or uses them.
+
+        k and v [B, T, K, H] are None for a layer that uses those of an earlier one.
         """
         ...
 
@@ -56,3 +65,4 @@ class LayerPlace:
     cache: types.Array | None
     # int16 [B, T, k], experts to replay, negative where the router chooses; None: it always does
     experts: types.Array | None = None
+    inputs: types.Array | None = None  # [B, T, P], of this layer by token; None: models without
