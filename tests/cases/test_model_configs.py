@@ -144,7 +144,9 @@ def test_the_logits_of_a_config_are_those_of_transformers(
     seed, json_config = CASES[name]["seed"], CASES[name]["config"]
     cfg = config_from_hf(json_config)
     shapes = expected_shapes(decoder_specs(cfg)).items()
-    stored = [Tensor(key, np.dtype(np.float32), shape, lambda: np.zeros(0)) for key, shape in shapes]
+    stored = [
+        Tensor(key, np.dtype(np.float32), shape, lambda: np.zeros(0)) for key, shape in shapes
+    ]
     stored = in_file_order(stored, cfg)
     tensors = {tensor.name: seeded_tensor(seed, tensor.name, tensor.shape) for tensor in stored}
     (tmp_path / "config.json").write_text(json.dumps(json_config))
