@@ -108,8 +108,7 @@ FAMILIES = {
             "exclude `shared_expert.*` ([LoRA](../how_to/lora.md)).",
         ),
     ),
-    "gpt_oss": Family(
-        "gpt-oss",
+    "gpt-oss",
         "gpt_oss",
         ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
         (
