@@ -108,19 +108,6 @@ FAMILIES = {
             "exclude `shared_expert.*` ([LoRA](../how_to/lora.md)).",
         ),
     ),
-    "gpt_oss": Family(
-        "gpt-oss",
-        "gpt_oss",
-        ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
-        (
-            "The published MXFP4 files are read, and dequantized to the dtype of the run: this "
-            "memory is that of bfloat16.",
-            "Adapters are those of attention: PEFT reads none of these experts.",
-            "The chat template has channels: the model reasons in `analysis`, answers in `final`, "
-            "and calls tools in `commentary` (`env.tool_format` `harmony`). "
-            "`--config.data.template_kwargs.reasoning_effort=low` shortens the reasoning.",
-        ),
-    ),
     "llama3": Family(
         "Llama 3",
         "llama",

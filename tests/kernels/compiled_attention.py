@@ -14,7 +14,7 @@ from tests.kernels.abstract_arrays import abstract
 
 
 def check_compiled_gradients(
-    attend, mesh, *, rules, shape, heads, block, softcap=None, places=1, shared=False
+    attend, mesh, *, rules, shape, heads, block, softcap=None, places=1, shared=False, sinks=False
 ):
     """Compiles the gradients of `attend`; asserts its flops and that no scores are materialized.
 
@@ -23,6 +23,7 @@ def check_compiled_gradients(
       heads: (query heads, kv heads, width).
       block: keys per block of the kernel.
       places: of the ring. In each of as many steps a query attends to half of the keys of a place.
+      sinks: whether heads have sinks.
       shared: whether segments share prefixes. The first range of a query is counted as all keys.
     """
     (B, T), (N, K, H) = shape, heads
@@ -35,14 +36,16 @@ def check_compiled_gradients(
         )
         rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
 
-        def loss(q, k, v, segments, visibility, window):
-            how = dict(spec=AttentionSpec(H**-0.5, softcap, rules), window=window)
+        def loss(q, k, v, segments, visibility, window, sinks):
+            how = dict(spec=AttentionSpec(H**-0.5, softcap, rules), window=window, sinks=sinks)
             out = attend(q, k, v, segments=segments, visibility=visibility, **how)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
         visibility = Visibility(rows, rows) if shared else None
-        args = q, k, k, rows, visibility, jax.ShapeDtypeStruct((), jnp.int32)
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args).compile()
+        logits = abstract(mesh, (N,), jnp.bfloat16, rules.spec("heads")) if sinks else None
+        args = q, k, k, rows, visibility, jax.ShapeDtypeStruct((), jnp.int32), logits
+        argnums = (0, 1, 2, 6) if sinks else (0, 1, 2)
+        compiled = jax.jit(jax.grad(loss, argnums)).lower(*args).compile()
     work = functools.partial(attention_work, keys=T / 2 / places)
     text, further = compiled.as_text(), re.compile("further_ranges")
     assert bool(further.search(text)) == shared

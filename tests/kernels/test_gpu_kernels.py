@@ -33,6 +33,9 @@ pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not instal
         ((8, 4, 256), 64, 64, jnp.bfloat16, dict(softcap=50.0)),  # Gemma 2, prefill
         ((12, 2, 128), 64, 1, jnp.int8, dict()),
         ((8, 2, 128), 64, 64, jnp.float8_e4m3fn, dict()),
+        pytest.param(  # gpt-oss
+            (64, 8, 64), 64, 1, jnp.bfloat16, dict(sinks=True), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_paged_attention_compiles(heads, page_len, T, dtype, options):
@@ -48,12 +51,16 @@ def test_paged_attention_compiles(heads, page_len, T, dtype, options):
             pool = Quantized(pool, abstract(mesh, pool.shape[:3], jnp.float32, heads))
         table, places = (jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (C, T))
 
-        def attend(q, k_pages, v_pages, table, places, window):
-            where = dict(page_table=table, positions=places, window=window)
+        sinks = None
+        if options.get("sinks"):
+            sinks = abstract(mesh, (N,), jnp.bfloat16, DECODE.spec("heads"))
+
+        def attend(q, k_pages, v_pages, table, places, window, sinks):
+            where = dict(page_table=table, positions=places, window=window, sinks=sinks)
             return paged_attention(q, k_pages, v_pages, spec=spec, **where)
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
-        compiled = jax.jit(attend).lower(q, pool, pool, table, places, window).compile()
+        compiled = jax.jit(attend).lower(q, pool, pool, table, places, window, sinks).compile()
     text, keys = compiled.as_text(), 700.0
     blind = program_cost(text)
     cost = program_cost(text, kernels=functools.partial(paged_work, keys=keys))
@@ -72,6 +79,9 @@ def test_paged_attention_compiles(heads, page_len, T, dtype, options):
         (dict(fsdp=2, tensor=4), (28, 4, 128), 128, dict()),
         (dict(fsdp=8), (9, 3, 64), 128, dict()),
         (dict(fsdp=8), (8, 4, 256), 64, dict(softcap=50.0)),  # Gemma 2
+        pytest.param(  # gpt-oss
+            dict(fsdp=4, tensor=2), (64, 8, 64), 128, dict(sinks=True), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_training_attention_compiles(sizes, heads, block, options):

@@ -41,6 +41,14 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
         ),
         ("v6e:2x4", ULYSSES, dict(fsdp=4, sequence=2), (8, 4, 256), dict(softcap=50.0)),  # Gemma 2
         pytest.param("v6e:2x4", TRAIN, dict(fsdp=8), (9, 3, 64), dict(), marks=pytest.mark.slow),
+        pytest.param(  # gpt-oss
+            "v6e:2x4",
+            TRAIN,
+            dict(fsdp=4, tensor=2),
+            (64, 8, 64),
+            dict(sinks=True),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_training_attention_compiles(chips, rules, sizes, heads, options):
@@ -77,6 +85,12 @@ def test_ring_attention_compiles(ulysses, heads, options):
         ("v5p:2x2x2", 4, (28, 4, 128), 128, 1, dict()),
         ("v6e:2x4", 1, (8, 4, 256), 64, 128, dict(softcap=50.0)),  # Gemma 2, prefill
         pytest.param("v6e:2x4", 1, (12, 2, 128), 64, 64, dict(), marks=pytest.mark.slow),
+        pytest.param(
+            "v5e:2x4", 1, (28, 4, 128), 128, 512, dict(sinks=True), marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            "v6e:2x4", 2, (16, 8, 128), 128, 1, dict(sinks=True), marks=pytest.mark.thorough
+        ),
         # Prefill with much memory per row
         pytest.param("v5e:2x4", 1, (28, 4, 128), 128, 512, dict(), marks=pytest.mark.slow),
         pytest.param("v5p:2x2x2", 1, (32, 8, 128), 128, 512, dict(), marks=pytest.mark.slow),
@@ -93,14 +107,19 @@ def test_ragged_paged_attention_compiles(chips, tensor, heads, page_len, T, opti
         pool = abstract(mesh, pool_shape, jnp.bfloat16, DECODE.spec(None, "kv_heads"))
         table, places = (jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (C, T))
 
-        def step(k_pages, v_pages, q, table, places, window):
+        sinks = None
+        if options.get("sinks"):
+            sinks = abstract(mesh, (N,), jnp.bfloat16, DECODE.spec("heads"))
+
+        def step(k_pages, v_pages, q, table, places, window, sinks):
             new = q[:, :, :: (N // K)]
             pools = write_pages(k_pages, v_pages, new, new, table, places, rules=DECODE)
-            where = dict(page_table=table, positions=places, window=window)
+            where = dict(page_table=table, positions=places, window=window, sinks=sinks)
             return pools, paged_attention(q, *pools, spec=spec, **where)
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool, q, table, places, window)
+        args = pool, pool, q, table, places, window, sinks
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
         compiled = lowered.compile()
     (call,) = re.findall(r".* custom-call\(.*ragged_paged_attention.*", compiled.as_text())
     n_cores = 2 if chips.startswith("v5p") else 1

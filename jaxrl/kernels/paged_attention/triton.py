@@ -113,17 +113,16 @@ def _local_attention(
         interpret=interpret,
     )(*scalars, rows.q, rows.last, *pools)
     if n_parts == 1:
-        out, total = mean[0], norm[0]
+        out = mean[0]
     else:
-        highest = jnp.max(norm, axis=0)
-        share = jnp.exp(norm - highest)
-        total = jnp.sum(share, axis=0)
-        share /= total
-        out, total = jnp.sum(mean * share[..., None], axis=0), highest + jnp.log(total)
+        share = jnp.exp(norm - jnp.max(norm, axis=0))
+        share /= jnp.sum(share, axis=0)
+        out = jnp.sum(mean * share[..., None], axis=0)
     n_tokens = q.shape[0] * q.shape[1] // n_rows  # of a row
     if (sinks := row_sinks(sinks, K, n_tokens)) is not None:
         sinks = jnp.pad(sinks, ((0, 0), (0, M - sinks.shape[1])))
-    return join_rows(add_sinks(out, total, sinks)[0], q.shape).astype(q.dtype)
+        out, _ = add_sinks(out, jax.nn.logsumexp(norm, axis=0), sinks)
+    return join_rows(out, q.shape).astype(q.dtype)
 
 
 def _kernel(

@@ -244,14 +244,14 @@ def expert_rows(of_experts: Float[Array, "E F"], slots: Int[Array, "m"]) -> Floa
 
 
 def _expert_rows_backward(saved, grad):
-    of_none, slots = saved
-    chosen = (slots[:, None] == jnp.arange(of_none.shape[1])).astype(grad.dtype)
+    of_experts, slots = saved
+    chosen = (slots[:, None] == jnp.arange(len(of_experts))).astype(grad.dtype)
     total = jnp.einsum("mE,mF->EF", chosen, grad, preferred_element_type=jnp.float32)
-    return total.astype(of_none.dtype), None
+    return total.astype(of_experts.dtype), None
 
 
 expert_rows.defvjp(
-    lambda of_experts, slots: (expert_rows(of_experts, slots), (of_experts[:, :0].T, slots)),
+    lambda of_experts, slots: (expert_rows(of_experts, slots), (of_experts, slots)),
     _expert_rows_backward,
 )
 

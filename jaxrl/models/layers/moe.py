@@ -156,7 +156,7 @@ class MoE(nnx.Module):
             "BTD,ED->BTE", routed, w, out_sharding=rows, preferred_element_type=jnp.float32
         )
         if self.router_bias is not None:
-            logits = materialize(logits) + jax.reshard(self.router_bias, jax.P())
+            logits = materialize(logits) + jax.reshard(self.router_bias, rules.gathered(None))
         correction = self.correction
         if correction is not None:
             correction = jax.reshard(correction, rules.gathered(None))

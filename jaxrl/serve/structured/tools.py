@@ -16,7 +16,10 @@ MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 128 << 10  # checking the schemas takes 4 s per MiB
 MAX_CALLS = 16  # of one response with tool_choice "required"
 # Special tokens within a call or a turn, in addition to the markers of a format.
-INNER_MARKERS = ("[ARGS]", "[CALL_ID]", "<｜tool▁sep｜>", "<think>", "</think>")
+INNER_MARKERS = (
+    *("[ARGS]", "[CALL_ID]", "<｜tool▁sep｜>", "<think>", "</think>"),
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
+)
 ToolJson = dict[str, Any]
 
 
