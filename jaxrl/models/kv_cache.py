@@ -130,7 +130,7 @@ class KVCache:
         if self.joined is not None:
             return self.k, self.v, jnp.asarray(self.joined.starts)[layer]
 
-        def pages(pools: jax.Array | list[jax.Array]) -> jax.Array:
+        def pages(pools: jax.Array | Pools) -> jax.Array | None:
             if isinstance(pools, list):
                 return pools[0]
             L, P, *rest = pools.shape
@@ -146,11 +146,10 @@ class KVCache:
         if self.joined is not None:
             return dataclasses.replace(self, k=k, v=v)
 
-        def replace_pages(
-            pools: jax.Array | list[jax.Array], pages: jax.Array
-        ) -> jax.Array | list[jax.Array]:
+        def replace_pages(pools: jax.Array | Pools, pages: jax.Array | None) -> jax.Array | Pools:
             if isinstance(pools, list):
                 return [pages]
+            assert pages is not None
             spec = rules.spec(None, None, "kv_heads", *(None,) * (pools.ndim - 3))
             return jnp.reshape(pages, pools.shape, out_sharding=spec)
 
@@ -214,7 +213,7 @@ def init_cache(
     states = _state_pools(cfg, rules, n_slots, tail_dtype) if cfg.delta_layers else None
     joined = None
     if cfg.stacked and len(set(found)) > 1:
-        windows = tuple(mixer.window for mixer in cfg.attention_layers)
+        windows = tuple(mixer.window for mixer in cfg.paged_layers)
         joined = JoinedPools(windows, tuple(of_window(sizes, window) for window in windows))
     return KVCache(k=layer_pools(pages), v=layer_pools(values), states=states, joined=joined)
 
