@@ -544,7 +544,7 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
             [{}, dict(routed_scaling_factor=1.0)],
             [dict(first_k_dense_replace=0), dict(first_k_dense_replace=2)],
             [{}, dict(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)],
-            [{}, dict(num_key_value_heads=None), dict(head_dim=None), May(sliding_window=5)],
+            [{}, dict(num_key_value_heads=None), May(sliding_window=5)],
         ],
     ),
     "glm4_moe_lite": (
