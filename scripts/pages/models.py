@@ -108,19 +108,6 @@ FAMILIES = {
             "exclude `shared_expert.*` ([LoRA](../how_to/lora.md)).",
         ),
     ),
-    "glm4_7_flash": Family(
-        "GLM-4.7-Flash",
-        "glm4_moe_lite",
-        ("zai-org/GLM-4.7-Flash",),
-        (
-            "Layers have latent attention and, after the first one, 64 experts and a shared one. "
-            "A token takes 53 KiB of KV cache in bfloat16 "
-            "([latent attention](../reference/models.md#latent-attention)).",
-            "Its dense layer and its experts have the same names in adapter files: set "
-            "`lora.exclude_modules=(\"mlp\\\\..*\",)` "
-            "([LoRA](../how_to/lora.md)).",
-        ),
-    ),
     "llama3": Family(
         "Llama 3",
         "llama",
