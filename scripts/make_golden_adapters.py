@@ -29,6 +29,7 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 LINEAR_ATTENTION = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 # The names of its MLPs are those of experts for PEFT, which reads no others.
 QWEN3_NEXT = [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"]
+LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 TARGETS = {  # of checkpoints with other layers
     "qwen3_5": [*ATTENTION, *MLP, *LINEAR_ATTENTION],
     "qwen3_5_moe": [*ATTENTION, *MLP, *LINEAR_ATTENTION, "shared_expert_gate"],  # not experts
@@ -37,6 +38,8 @@ TARGETS = {  # of checkpoints with other layers
     "glm4": [*ATTENTION, "gate_up_proj", "down_proj"],
     "gpt_oss": ATTENTION,  # its experts are in one tensor
     "starcoder2": [*ATTENTION, "c_fc", "c_proj"],
+    "deepseek_v3": ["q_proj", *LATENT],
+    "glm4_moe_lite": ["q_a_proj", "q_b_proj", *LATENT],
 }
 # Checkpoints without an adapter: their linear layers are those of others.
 WITHOUT = ("cohere2", "exaone4", "gemma", "granite", "ministral3", "olmo2", "olmo3")

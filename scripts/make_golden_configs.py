@@ -130,6 +130,22 @@ QWEN3_5_ROPES: list[Json] = [
     May(rope_parameters=DEFAULT | dict(rope_theta=200.0), partial_rotary_factor=0.5),
     May(rope_scaling=yarn(), rope_theta=300.0),
 ]
+LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    moe_intermediate_size=20,
+)
+LATENT_ROPES: list[Json] = [
+    {},
+    dict(rope_theta=300.0),
+    dict(rope_scaling=yarn(mscale=1.0, mscale_all_dim=1.0, beta_slow=2.0), rope_theta=300.0),
+    dict(rope_parameters=yarn(rope_theta=300.0, mscale=1.0, mscale_all_dim=0.7)),
+    dict(rope_scaling=yarn(mscale_all_dim=0.7, attention_factor=0.8), rope_theta=300.0),
+    dict(rope_scaling=yarn(), rope_theta=300.0),
+]
 EPS = [{}, dict(rms_norm_eps=1e-5), dict(rms_norm_eps=0.05)]
 TIED = [{}, dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)]
 HEADS = [{}, dict(head_dim=16), dict(num_key_value_heads=1), dict(num_key_value_heads=4)]
@@ -526,6 +542,44 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
                 May(sliding_window=None),
             ],
             [{}, dict(router_aux_loss_coef=0.5, output_router_logits=False)],
+        ],
+    ),
+    "deepseek_v3": (
+        LATENT,
+        [
+            *(LATENT_ROPES, EPS, TIED, NOTES, BIAS, ACTS, EXPERTS),
+            [dict(q_lora_rank=None), dict(q_lora_rank=24)],
+            [dict(v_head_dim=16), dict(v_head_dim=24), dict(qk_rope_head_dim=16)],
+            [dict(kv_lora_rank=16), dict(kv_lora_rank=20)],
+            [{}, dict(rope_interleave=True), dict(rope_interleave=False)],
+            [dict(n_routed_experts=6), dict(n_routed_experts=12)],
+            [dict(n_group=1, topk_group=1), dict(n_group=3, topk_group=2)],
+            [{}, dict(n_shared_experts=2)],
+            [{}, dict(norm_topk_prob=True), dict(norm_topk_prob=False)],
+            [{}, dict(routed_scaling_factor=1.0)],
+            [dict(first_k_dense_replace=0), dict(first_k_dense_replace=2)],
+            [{}, dict(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)],
+            [{}, dict(num_key_value_heads=None), May(sliding_window=5)],
+        ],
+    ),
+    "glm4_moe_lite": (
+        LATENT,
+        [
+            *(LATENT_ROPES, EPS, TIED, NOTES, BIAS, ACTS, EXPERTS),
+            [dict(q_lora_rank=None), dict(q_lora_rank=24)],
+            [dict(v_head_dim=16), dict(v_head_dim=24), dict(qk_rope_head_dim=16)],
+            [{}, dict(rope_interleave=True), dict(rope_interleave=False)],
+            [dict(n_routed_experts=6), dict(n_routed_experts=12)],
+            [{}, dict(n_group=3, topk_group=2)],
+            [{}, dict(n_shared_experts=2)],
+            [{}, dict(routed_scaling_factor=1.0)],
+            [
+                {},
+                dict(first_k_dense_replace=1),
+                dict(mlp_layer_types=["sparse", "dense", "sparse"]),
+                May(first_k_dense_replace=2),
+            ],
+            [{}, dict(num_nextn_predict_layers=0), May(sliding_window=5)],
         ],
     ),
 }

@@ -157,7 +157,7 @@ class KVCache:
             assert isinstance(self.joined, JoinedPools), "`pool` chooses the pages of one shape"
             return self.k, self.v, jnp.asarray(self.joined.starts)[layer]
 
-        def pages(pools: jax.Array | list[jax.Array]) -> jax.Array:
+        def pages(pools: jax.Array | Pools) -> jax.Array | None:
             if isinstance(pools, list):
                 return pools[0]
             L, P, *rest = pools.shape
@@ -173,11 +173,10 @@ class KVCache:
         if self.joined is not None:
             return dataclasses.replace(self, k=k, v=v)
 
-        def replace_pages(
-            pools: jax.Array | list[jax.Array], pages: jax.Array
-        ) -> jax.Array | list[jax.Array]:
+        def replace_pages(pools: jax.Array | Pools, pages: jax.Array | None) -> jax.Array | Pools:
             if isinstance(pools, list):
                 return [pages]
+            assert pages is not None
             spec = rules.spec(None, None, "kv_heads", *(None,) * (pools.ndim - 3))
             return jnp.reshape(pages, pools.shape, out_sharding=spec)
 

@@ -112,6 +112,7 @@ def refusal(case: dict[str, Any]) -> str:
 SUPPORTED = [name for name, case in CASES.items() if not refusal(case)]
 # Families with other rotary entries, norms or factors than the rest.
 SPECIAL = ("phi3", "ministral3", "cohere2", "olmo3", "glm4", "starcoder2", "granite")
+SPECIAL += ("deepseek_v3", "glm4_moe_lite")
 LIKE_OTHERS = ("olmo2", "smollm3", "gemma", "seed_oss", "qwen2_moe", "exaone4")
 THOROUGH = [
     name

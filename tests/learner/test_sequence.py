@@ -9,7 +9,15 @@ import pytest
 
 from jaxrl.models.config import GatedDeltaNetConfig
 from sharding import RING, TRAIN, ULYSSES, Rules
-from tests.learner.tiny_policy import HYBRID, MODEL, all_numbers, batches, rollouts, run_config
+from tests.learner.tiny_policy import (
+    HYBRID,
+    LATENT,
+    MODEL,
+    all_numbers,
+    batches,
+    rollouts,
+    run_config,
+)
 from tests.models.resized import resized
 
 # Two micro-batches of four rows of 128 tokens. On 8 devices a zig-zag chunk has 8 tokens, a
@@ -92,6 +100,13 @@ STATES["tensor"] = TRAIN, dict(fsdp=2, tensor=2)
 def test_states_of_gated_deltanet_on_every_mesh(name, model):
     rules, mesh = STATES[name]
     assert_same(numbers(rules, mesh, model), alone(model))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", STATES)
+def test_latent_attention_on_every_mesh(name):
+    rules, mesh = STATES[name]
+    assert_same(numbers(rules, mesh, LATENT), alone(LATENT))
 
 
 @pytest.mark.slow

@@ -21,7 +21,13 @@ from jaxrl.data.packing import pack
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, take_tokens
-from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, uniform_decoder
+from jaxrl.models.config import (
+    DecoderConfig,
+    GatedDeltaNetConfig,
+    MLAConfig,
+    Rope,
+    uniform_decoder,
+)
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.spec import init_params, is_spec, partition_specs
@@ -55,6 +61,17 @@ HYBRID = dataclasses.replace(
     unit_offset=True,
     norm_eps=1e-3,
     layers=(DELTA, MODEL.layers[0], DELTA),
+)
+# Keys and values of all heads are computed from one latent per token; values are narrower than keys.
+LATENT = dataclasses.replace(
+    MODEL,
+    family="deepseek_v3",
+    layers=(
+        dataclasses.replace(
+            MODEL.layers[0],
+            mixer=MLAConfig(N=4, nope=6, rotated=4, V=8, latent=8, rope=Rope(), q_rank=8),
+        ),
+    ),
 )
 # Options of XLA that halve the compile time of these tiny programs.
 QUICK_COMPILE = ("xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true")

@@ -96,7 +96,7 @@ def warn_of_shared_experts(folder: Path, names: Collection[str], decoder: Decode
     """Warns of the adapters of a model whose shared expert PEFT takes for other experts."""
     parts = (".shared_expert.", ".shared_experts.")
     n = sum(any(part in name for part in parts) for name in names)
-    if n and decoder.family in ("qwen3_next", "glm4_moe"):
+    if n and decoder.family in ("qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3"):
         warnings.warn(
             f"PEFT 0.21 does not read {n} tensors of the adapter in {folder}, those of the shared "
             "expert: it takes their names for names of other experts. jaxrl reads them. For other "

@@ -292,12 +292,17 @@ class Linear(nnx.Module):
 def apply_linears(
     x: Float[Array, "B T *in"], *linears: Linear, rules: Rules
 ) -> list[Float[Array, "B T ..."]]:
-    """Several linear maps of the same x; the decode kernel reads their weights in one call."""
+    """Several linear maps of the same x; the decode kernel reads their weights in one call.
+
+    The outputs of all of them are sharded, or those of none.
+    """
     kind = linears[0].matmul_dtype
     if linears[0].in_axis == "embed":
-        # Scales multiply whole sums: quantized products leave none to the residual stream.
+        # Scales multiply whole sums: quantized products leave none to the residual stream. Outputs
+        # that no axis shards are whole on every device, and so are the gradients of x.
         plain = rules.spec("batch", "time", "embed")
-        inputs = gather_residual(x, rules) if kind == "auto" else jax.reshard(x, plain)
+        partial = kind == "auto" and linears[0].out_axes[0] is not None
+        inputs = gather_residual(x, rules) if partial else jax.reshard(x, plain)
     else:
         x_spec = rules.spec("batch", "time", linears[0].in_axis)
         x = jnp.reshape(x, (*x.shape[:2], math.prod(x.shape[2:])), out_sharding=x_spec)

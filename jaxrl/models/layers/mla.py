@@ -69,11 +69,12 @@ class MLA(nnx.Module):
 
     def _project(self, x, rules: Rules) -> tuple[jax.Array, jax.Array]:
         """Queries [B, T, N, H]; latents before their norm and keys before their rotation."""
-        first = self.q if self.q_a is None else self.q_a
-        q, c = checkpoint_name(apply_linears(x, first, self.kv_a, rules=rules), "qkv")
-        if self.q_norm is not None:
-            q = checkpoint_name(self.q(self.q_norm(q), rules), "qkv")
-        return q, c
+        if self.q_a is None or self.q_norm is None:
+            q, c = self.q(x, rules), self.kv_a(x, rules)
+            return checkpoint_name((q, c), "qkv")
+        ranks = apply_linears(x, self.q_a, self.kv_a, rules=rules)
+        q, c = checkpoint_name(ranks, "qkv")
+        return checkpoint_name(self.q(self.q_norm(q), rules), "qkv"), c
 
 
 @dataclasses.dataclass(frozen=True)
