@@ -103,7 +103,7 @@ ENVIRONMENTS = (
     "mcp",
     "retry",
 )
-TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "deepseek", "qwen3_coder")
+TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "deepseek", "qwen3_coder", "gemma4")
 REWARDS = (
     "by_source",
     "code",

@@ -37,6 +37,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 CASES = [("llama", 0.7), *((family, 1.0) for family in FAMILIES)]
 THOROUGH = [(family, 1.0) for family in ("gemma3", "qwen2", "qwen3_moe", "mixtral")]
+THOROUGH += [("gemma4", 1.0), ("gemma4_moe", 1.0)]
 
 
 @pytest.mark.bitwise

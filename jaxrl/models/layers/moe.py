@@ -41,10 +41,8 @@ HF_NAMES = {
 }
 ROUTER_INPUT, ROUTER_EXPERTS = "router.scale", "router.per_expert_scale"
 JOINED_IN_FILES = {"gemma4"}  # transformers reads no separate experts of these models
-WITHOUT_ADAPTERS = (
-    "qwen3_5_moe",
-    "gemma4",
-)  # PEFT reads no adapters of the experts of these models
+# PEFT reads no adapters of the experts of these models.
+WITHOUT_ADAPTERS = ("qwen3_5_moe", "gemma4")
 
 AXES: dict[str, Axes] = {
     "gate": ("experts", "ffw", "w_embed"),
