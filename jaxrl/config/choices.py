@@ -104,7 +104,16 @@ ENVIRONMENTS = (
     "mcp",
     "retry",
 )
-TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "deepseek", "qwen3_coder", "harmony")
+TOOL_FORMATS = (
+    "auto",
+    "hermes",
+    "llama3",
+    "mistral",
+    "deepseek",
+    "qwen3_coder",
+    "harmony",
+    "gemma4",
+)
 REWARDS = (
     "by_source",
     "code",

@@ -239,7 +239,8 @@ def split(model: Decoder) -> tuple[Tree, Tree]:
     """(arrays that training changes, frozen arrays); each has MaskedNode in place of the others.
 
     Without adapters all arrays are trained, except the corrections of routers, which have no
-    gradient, and the scalars of layers, which are no parameters. `model` may also be a tree of specs.
+    gradient, and the scalars of layers, which are no parameters. `model` may also be a tree of
+    specs.
     """
     trained = _is_trained(model)
     return _select(model, trained), _select(model, jax.tree.map(lambda t: not t, trained))

@@ -58,6 +58,8 @@ def check_mesh(
     n, shown = shards("layers")
     if n > 1 and len(cfg.runs) > 1:
         errors.add(f"{cfg.L} layers, which do not repeat one period, over {shown}")
+    if n > 1 and cfg.input_P:
+        errors.add(f"layers with inputs by token, which pipelines do not support, over {shown}")
     for spec in jax.tree.leaves(decoder_specs(cfg), is_leaf=is_spec):
         for size, logical in zip(spec.shape, spec.axes, strict=True):
             n, shown = shards(logical) if logical else (1, "")

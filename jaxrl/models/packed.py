@@ -177,7 +177,7 @@ def pipelined_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Operations between the tokens of packed rows; the state are keys and values that are shared."""
+    """Operations between the tokens of packed rows; shared keys and values are the state."""
 
     segments: jax.Array  # int32 [B, T]
     visibility: Visibility | None

@@ -11,15 +11,18 @@ qwen3_coder  <tool_call> with XML in it, <function=name> and <parameter=key>, on
           (Qwen3-Coder, Qwen3.5); the tool's schema gives the types of the arguments
 harmony   a message to a function, <|channel|>commentary to=functions.name <|constrain|>json
           <|message|>{...}<|call|>, or with its receiver before the channel (gpt-oss)
+gemma4    <|tool_call>call:name{key:value}<tool_call|>, once per call; strings are between <|"|>
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 from jaxrl.tool_calls.call_end import CallEnd
 from jaxrl.tool_calls.calls import parse_json, parse_json_values, shortened
+from jaxrl.tool_calls.gemma4_calls import QUOTE, THOUGHT, read_gemma4
 from jaxrl.tool_calls.xml_calls import XmlCallEnd, read_xml
 
 _SEP = "<｜tool▁sep｜>"
@@ -37,6 +40,7 @@ class ToolFormat:
     read: Callable[[str], list[Any]]  # call objects for `read_call`; raises ValueError
     ignored: tuple[str, ...] = ()  # markers around all calls of a turn
     bare: bool = False  # the whole turn may be a call without markers
+    thought: tuple[str, str] = ("<think>", "</think>")  # markers of reasoning at the start
     texts: bool = False  # arguments are text; the tool's schema gives their types
     call_end: Callable[[str], CallEnd | XmlCallEnd] = CallEnd  # finds the end, by its marker
     other_opening: str = ""  # in place of `opening`
@@ -117,6 +121,14 @@ FORMATS = {
             ignored=("<|start|>assistant",),
             other_opening="<|start|>assistant to=functions.",
         ),
+        ToolFormat(
+            "gemma4",
+            "<|tool_call>",
+            "<tool_call|>",
+            read_gemma4,
+            thought=THOUGHT,
+            call_end=functools.partial(XmlCallEnd, opening=QUOTE, closing=QUOTE),
+        ),
     )
 }
 
@@ -145,9 +157,9 @@ def tool_format(template: str, name: str = "auto") -> ToolFormat:
         if "<parameter=" in template and "<tool_call>" in template:
             return FORMATS["qwen3_coder"]
     else:
-        for found in (FORMATS["deepseek"], FORMATS["mistral"], FORMATS["hermes"]):
-            if found.opening in template:
-                return found
+        for name in ("gemma4", "deepseek", "mistral", "hermes"):
+            if FORMATS[name].opening in template:
+                return FORMATS[name]
         if "<|start_header_id|>" in template and '"parameters"' in template:
             return FORMATS["llama3"]
     raise ValueError(

@@ -1,8 +1,8 @@
 """Reads tool calls from the text of a model turn, at once or piece by piece.
 
 The text must have the special tokens of the turn, except the end-of-sequence token: Llama's and
-Mistral's markers are special tokens. A call within the model's reasoning, <think>...</think> at the
-start of the turn, is not a call.
+Mistral's markers are special tokens. A call within the model's reasoning at the start of the turn,
+<think>...</think> or between the format's own markers, is not a call.
 """
 
 import re
@@ -19,7 +19,6 @@ from jaxrl.tool_calls.calls import (
 from jaxrl.tool_calls.formats import ToolFormat, is_bare_call
 from jaxrl.tool_calls.xml_calls import typed_arguments
 
-_THINK, _END_THINK = "<think>", "</think>"
 Attempts = list[ToolCall | MalformedCall]
 
 
@@ -31,7 +30,7 @@ def parse_turn(
     ids: Iterator[str] | None = None,
     in_thought: bool = False,
 ) -> ParsedTurn:
-    """Content and calls of a whole turn. `in_thought`: the generation prompt opens <think>."""
+    """Content and calls of a turn. `in_thought`: the generation prompt opens the reasoning."""
     parser = ToolParser(tool_format, tools=tools, ids=ids, in_thought=in_thought)
     first, last = parser.add(text), parser.finish()
     return ParsedTurn(first.content + last.content, first.attempts + last.attempts)
@@ -58,6 +57,7 @@ class ToolParser:
         self._tools = tools
         self._openings = tuple(filter(None, (tool_format.opening, tool_format.other_opening)))
         self._opening = ""  # of the present call
+        self._think, self._end_think = tool_format.thought
         self._markers = (*self._openings, *tool_format.ignored)
         self._marker = re.compile("|".join(map(re.escape, self._markers)))
         self._mode = "thought" if in_thought else "start"  # or "content", "call", "bare"
@@ -101,21 +101,21 @@ class ToolParser:
     def _read_start(self, content: list[str], *, final: bool) -> bool:
         """Finds out whether the turn starts with reasoning or with a call without markers."""
         first = self._text.lstrip()
-        if not final and _THINK.startswith(first):
+        if not final and self._think.startswith(first):
             return False
-        if first.startswith(_THINK):
-            self._take(content, self._text.find(_THINK) + len(_THINK))
+        if first.startswith(self._think):
+            self._take(content, self._text.find(self._think) + len(self._think))
             self._mode = "thought"
         else:
             self._mode = "bare" if self._format.bare and first.startswith("{") else "content"
         return True
 
     def _read_thought(self, content: list[str], *, final: bool) -> bool:
-        end = self._text.find(_END_THINK, self._at)
+        end = self._text.find(self._end_think, self._at)
         if end < 0:
-            self._take_all(content, (_END_THINK,), final=final)
+            self._take_all(content, (self._end_think,), final=final)
             return False
-        self._take(content, end + len(_END_THINK))
+        self._take(content, end + len(self._end_think))
         self._mode = "content"
         return True
 

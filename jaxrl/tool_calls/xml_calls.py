@@ -36,13 +36,13 @@ _TYPES = {
 class XmlCallEnd:
     """Finds the marker that ends a call: the first one that is not in the value of a parameter.
 
-    If a parameter does not end, the first marker of all ends the call. The time is linear in the
-    text, however it arrives.
+    `opening` and `closing` are around values. If a parameter does not end, the first marker of all
+    ends the call. The time is linear in the text, however it arrives.
     """
 
-    def __init__(self, marker: str):
-        self._marker = marker
-        self._outside = re.compile(f"{re.escape(marker)}|{_PARAMETER}")
+    def __init__(self, marker: str, opening: str = _PARAMETER, closing: str = _END_PARAMETER):
+        self._marker, self._opening, self._closing = marker, opening, closing
+        self._outside = re.compile(f"{re.escape(marker)}|{re.escape(opening)}")
         self._in_parameter = False
         self._n_read = 0
 
@@ -51,17 +51,17 @@ class XmlCallEnd:
         at = start + self._n_read
         while True:
             if self._in_parameter:
-                end = text.find(_END_PARAMETER, at)
+                end = text.find(self._closing, at)
                 if end < 0:
                     break
-                at, self._in_parameter = end + len(_END_PARAMETER), False
+                at, self._in_parameter = end + len(self._closing), False
             found = self._outside.search(text, at)
             if not found:
                 break
             if found[0] == self._marker:
                 return found.start()
             at, self._in_parameter = found.end(), True
-        n_held = max(map(len, (self._marker, _PARAMETER, _END_PARAMETER))) - 1
+        n_held = max(map(len, (self._marker, self._opening, self._closing))) - 1
         self._n_read = max(at, len(text) - n_held) - start
         if not final:
             return None

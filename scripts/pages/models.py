@@ -140,6 +140,27 @@ FAMILIES = {
             "The images of 4B to 27B are left out: the language model is loaded and exported.",
         ),
     ),
+    "gemma4": Family(
+        "Gemma 4",
+        "gemma4, gemma4_text",
+        (),
+        (
+            "Layers with a window and layers without have heads of different width. The engine "
+            "has a pool of KV pages for each width.",
+            "In E2B and E4B the last layers use the keys and values of an earlier layer of their "
+            "kind: they have no KV pages. `mesh.stage` must be 1 for these models.",
+            "Every layer of E2B and E4B has inputs by token. Their table is sharded as the "
+            "embedding is, and is not kept in host memory.",
+            "26B-A4B has experts next to the MLP. Adapters are those of attention and of the MLP: "
+            "PEFT reads none of the experts.",
+            "Images and audio are left out: the language model is loaded and exported.",
+            "Tool calls have the format `gemma4` ([environments](../how_to/environments.md)), "
+            "which the chat template selects.",
+            "Triton's attention kernels support heads of at most 256: layers with wider ones use "
+            "another [kernel](../concepts/kernels.md).",
+            "No checkpoint of a published size has been run, and this page has no tables yet.",
+        ),
+    ),
     "mistral": Family("Mistral", "mistral", ("mistralai/Mistral-7B-Instruct-v0.3",), ()),
     "mixtral": Family(
         "Mixtral",

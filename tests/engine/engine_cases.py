@@ -25,7 +25,8 @@ from jaxrl.models.config import (
     uniform_decoder,
 )
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.families import gpt_oss
+from jaxrl.models.families import gemma4, gpt_oss
+from jaxrl.models.families.rotary import GLOBAL, LOCAL
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
 from sharding.rules import DECODE, TRAIN, Rules
@@ -67,6 +68,44 @@ FAMILIES = {
             num_experts_per_tok=2,
             sliding_window=48,
             swiglu_limit=0.5,
+        )
+    ),
+}
+_GEMMA4 = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    vocab_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    global_head_dim=32,
+    max_position_embeddings=512,
+    sliding_window=32,
+)
+FAMILIES |= {
+    "gemma4": gemma4.from_hf(
+        _GEMMA4
+        | dict(
+            num_hidden_layers=4,
+            layer_types=[LOCAL, GLOBAL] * 2,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=512,
+        )
+    ),
+    "gemma4_moe": gemma4.from_hf(
+        _GEMMA4
+        | dict(
+            num_hidden_layers=2,
+            layer_types=[LOCAL, GLOBAL],
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=3,
+            moe_intermediate_size=32,
         )
     ),
 }

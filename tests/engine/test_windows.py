@@ -55,6 +55,7 @@ def next_turns(requests, results) -> list[Request]:
 CASES = {
     "stacked layers of two groups": ("gemma3", True, {}),
     "few pages": ("mistral", False, {"n_pages": 8}),
+    "stacked layers of two shapes, some without pages": ("gemma4", True, {}),
     "speculative": ("gemma3", False, {"spec_tokens": 3}),
     "without prefix cache": ("mistral", True, {"prefix_cache": False}),
 }

@@ -73,6 +73,10 @@ PARALLEL = {  # each calls add(a=1, b=2), then now()
     "qwen3_coder": ("qwen3_coder", QWEN3_CODER),
     "harmony": ("harmony", HARMONY),
     "harmony with the receiver first": ("harmony", HARMONY_RECEIVER_FIRST),
+    "gemma4": (
+        "gemma4",
+        "<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_call>call:now{}<tool_call|>",
+    ),
     "deepseek": ("deepseek", DEEPSEEK),
     "deepseek 3.1": ("deepseek", DEEPSEEK_V31),
 }
@@ -103,7 +107,7 @@ def test_a_stream_gives_the_same_calls_and_no_part_of_a_marker_as_content(case, 
     parts = [parser.add(text[i : i + size]) for i in range(0, len(text), size)] + [parser.finish()]
     assert "".join(part.content for part in parts) == before.strip()
     assert [a.name for part in parts for a in part.calls] == ["add", "now"]
-    if name in ("hermes", "deepseek", "qwen3_coder") and "list" not in case:
+    if name in ("hermes", "deepseek", "qwen3_coder", "gemma4") and "list" not in case:
         first = next(i for i, part in enumerate(parts) if part.attempts)
         assert len(parts[first].attempts) == 1 and first < len(parts) - 1  # once it is complete
 
@@ -206,6 +210,7 @@ def test_the_format_follows_from_the_chat_template():
         "mistral": '{{ "[TOOL_CALLS] [" }}',
         "harmony": "{{ '<|start|>assistant to=functions.' + call.name + '<|call|>' }}",
         "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1",
+        "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
         "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type']}}",
     }
     for name, template in templates.items():

@@ -9,6 +9,7 @@ BLOCK, OWN_BLOCK = 64, 128  # tokens of a block of Triton's kernels: see `own_bl
 POSITION_BITS = 16  # per position, so that splash packs two into an int32
 MAX_LEN = 2**POSITION_BITS  # tokens of a row for splash
 MIN_ROWS = 16  # of a tensor-core matrix product
+MAX_WIDTH = 256  # of heads: blocks of wider ones exceed the shared memory of a GPU
 
 
 def unsupported_by_triton(q: jax.Array) -> str | None:
@@ -20,6 +21,8 @@ def unsupported_width(H: int) -> str | None:
     """As `unsupported_by_triton`, of heads of width H. It holds for the paged kernel too."""
     if H < MIN_ROWS or H & (H - 1):
         return f"heads of width {H}, no power of two"
+    if H > MAX_WIDTH:
+        return f"heads of width {H}, more than {MAX_WIDTH}"
     return None
 
 

@@ -84,12 +84,8 @@ MODEL_TYPES = {name: name for name in FAMILIES} | {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-IMAGE_AND_TEXT = (
-    "gemma3",
-    "gemma4",
-    "qwen3_5",
-    "qwen3_5_moe",
-)  # model types whose language model is a part
+# Model types whose language model is a part.
+IMAGE_AND_TEXT = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
 
 
 def folder_config(folder: str | Path) -> DecoderConfig:

@@ -45,11 +45,8 @@ HF_NAMES = {
     ),
 }
 ROUTER_INPUT, ROUTER_EXPERTS = "router.scale", "router.per_expert_scale"
-WITHOUT_ADAPTERS = (
-    "qwen3_5_moe",
-    "gpt_oss",
-    "gemma4",
-)  # PEFT reads no adapters of the experts of these models
+# PEFT reads no adapters of the experts of these models.
+WITHOUT_ADAPTERS = ("qwen3_5_moe", "gpt_oss", "gemma4")
 
 BIAS_AXES: dict[str, Axes] = {
     "gate": ("experts", "ffw"),
