@@ -20,7 +20,6 @@ from jaxrl.config.keys import (
     LearnerConfig,
     RolloutConfig,
     RunConfig,
-    SamplingConfig,
 )
 from jaxrl.data.packing import pack_samples
 from jaxrl.data.routing import to_array
@@ -36,9 +35,8 @@ from jaxrl.models.spec import init_params
 from jaxrl.types import Batch, TrainingSample
 from sharding import DECODE, TRAIN, make_mesh
 
-MODEL = uniform_decoder(
-    "qwen3_moe", L=8, D=64, N=4, K=2, H=16, F=96, V=512, max_len=512, E=16, top_k=2, F_expert=32
-)
+SHAPE = dict(L=8, D=64, N=4, K=2, H=16, F=96, V=512, E=16, top_k=2, F_expert=32)
+MODEL = uniform_decoder("qwen3_moe", **SHAPE, stacked=True, max_len=256)
 
 
 def main() -> None:
@@ -48,12 +46,12 @@ def main() -> None:
     args = parser.parse_args()
     cfg = RunConfig(
         data=DataConfig(max_prompt_len=64, max_response_len=args.response_len),
-        rollout=RolloutConfig(max_num_seqs=32, sampling=SamplingConfig()),
+        rollout=RolloutConfig(max_num_seqs=32),
         learner=LearnerConfig(token_budget=1024, router_replay="R3"),
     )
     with jax.set_mesh(make_mesh()):
         params = init_params(jax.random.key(0), decoder_specs(MODEL), TRAIN, jnp.float32)
-        params = jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w, params)  # peaked distributions
+        params = jax.tree.map(lambda w: 3 * w if w.ndim > 2 else w, params)  # peaked distributions
         samples = sampled(params, cfg, args.prompts)
         print("weights of the rollout: int8; of training: float32")
         for replay in ("off", "R3"):

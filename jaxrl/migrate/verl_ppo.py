@@ -360,6 +360,8 @@ def router_replay(found: Migration, prefixes: tuple[str, ...]) -> None:
     for name in (f"{prefix}router_replay.mode" for prefix in prefixes):
         if found.has(name):
             found.choose(name, modes, "learner.router_replay")
+    if found.config.get("learner.router_replay") == "R2":
+        found.config["algorithm.old_logp"] = "recompute"
 
 
 def correction(found: Migration) -> None:

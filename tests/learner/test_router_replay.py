@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.config.checks.algorithm import router_replay_errors
 from jaxrl.data.routing import PackedExperts, all_experts, join_packed_experts, to_array
 from jaxrl.learner.loss import loss_gradients, policy_objective
+from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.learner.step import make_score, put_batch, take_tokens
 from jaxrl.learner.xla import compiler_options
 from jaxrl.models.config import RouterConfig
@@ -20,6 +22,7 @@ from jaxrl.models.layers.router import replayed_route
 from jaxrl.models.packed import forward_routed
 from sharding import PIPELINE, RING, TRAIN, make_mesh
 from tests.learner.tiny_policy import (
+    MODEL,
     MOE,
     QUICK_COMPILE,
     batches,
@@ -163,3 +166,36 @@ def test_tokens_without_experts_have_none_on_the_device():
     array = to_array(join_packed_experts(parts, 3), (2, 3), (1, 2))
     assert array.dtype == np.int16
     np.testing.assert_array_equal(array[..., 0, 0], [[-1, -1, 2], [0, -1, -1]])
+
+
+def resolved(model=MOE, platform="cpu", **keys) -> tuple[str, str]:
+    """(router replay, reason) of a run with these keys by section."""
+    cfg = run_config()
+    for section, values in keys.items():
+        cfg = dataclasses.replace(
+            cfg, **{section: dataclasses.replace(getattr(cfg, section), **values)}
+        )
+    cfg, reason = with_router_replay(cfg, model, platform)
+    return cfg.learner.router_replay, reason
+
+
+def test_auto_replays_the_rollout_where_it_computes_in_another_way():
+    assert resolved() == ("off", "rollout and training compute the same")
+    assert resolved(MODEL, "gpu") == ("off", "the model has no experts")
+    assert resolved(platform="tpu") == ("R3", "rollout and training have other kernels on tpu")
+    found = resolved(rollout=dict(dtype="int8"), mesh=dict(expert=2))
+    assert found == ("R3", "rollout.dtype='int8'; mesh.expert=2")
+    assert resolved(platform="gpu", critic=dict(shared=True))[0] == "off"
+    assert resolved(platform="gpu", learner=dict(router_replay="off")) == ("off", "")
+    with pytest.raises(ValueError, match=r"router replay needs .* this qwen2 model has none"):
+        resolved(MODEL, learner=dict(router_replay="R3"))
+
+
+def test_replays_that_cannot_work_are_refused():
+    run = run_config(dict(router_replay="R2"))
+    assert "scores none" in router_replay_errors(run, "R2")[0]
+    recomputed = run_config(old_logp="recompute")
+    assert not router_replay_errors(recomputed, "R2") and not router_replay_errors(run, "R3")
+    staged = dataclasses.replace(recomputed, mesh=dataclasses.replace(run.mesh, stage=2))
+    assert "pipeline stages (mesh.stage=2)" in router_replay_errors(staged, "R2")[0]
+    assert not router_replay_errors(staged, "R3")

@@ -359,6 +359,14 @@ def test_recomputation_of_megatron_is_translated(granularity, method, n_layers, 
     assert found.config["learner.remat"] == remat
 
 
+@pytest.mark.parametrize(("mode", "ours"), [("R2", "R2"), ("R3", "R3"), ("disabled", "off")])
+def test_router_replay_is_translated(mode, ours):
+    flag = {"actor_rollout_ref.rollout.enable_rollout_routing_replay": mode == "R3"}
+    found = migrate({ACTOR + "megatron.router_replay.mode": mode} | flag)
+    assert found.config["learner.router_replay"] == ours
+    assert (found.config.get("algorithm.old_logp") == "recompute") == (mode == "R2")
+
+
 def test_a_virtual_pipeline_of_megatron_has_no_counterpart():
     name = ACTOR + "megatron.virtual_pipeline_model_parallel_size"
     assert name in notes(migrate({name: 2}), "no counterpart")

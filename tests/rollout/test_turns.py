@@ -1,9 +1,13 @@
 """Tests of rollout/turns.py: the record of tokens, and turns that are paused and cancelled."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxrl.engine.api import Generated, Request
+from jaxrl.rollout.schedule.buffer import PromptGroup
+from jaxrl.rollout.schedule.saved import decode, encode, group_states
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response, stop_string_end
 from jaxrl.types import Prompt, TokenSets
 from tests.trainer.schedule.test_generator import CASE, ToyEngine
@@ -44,6 +48,40 @@ def test_every_field_of_a_rollout_has_the_tokens_in_order(recorded):
     if recorded:
         assert rollout.support.counts.tolist() == [1, 2, 0, 0, 3]
         assert rollout.support.ids.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def routed(tokens, **fields):
+    """New tokens, of which token t has the experts t and t + 1 in each of two layers."""
+    experts = np.array(tokens, np.uint8)[:, None, None] + np.arange(2, dtype=np.uint8)
+    return dataclasses.replace(
+        generated(tokens, **fields), experts=np.broadcast_to(experts, (len(tokens), 2, 2))
+    )
+
+
+def test_the_experts_of_a_rollout_are_those_of_its_sampled_tokens():
+    """They survive the checkpoint of a group in flight, next to a response without a record."""
+    response, turn = Response(PROMPT, 1), Response(PROMPT, 1)
+    response.append(routed([4, 5]))
+    response.append_given([6])
+    turn.append(routed([7, 8, 9]))
+    turn.cut(2)
+    response.extend(turn)
+    experts = response.freeze(letters).experts
+    assert experts.dtype == np.uint8 and experts.shape == (5, 2, 2)
+    assert experts[:, 1, 0].tolist() == [4, 5, 0, 7, 8]
+    one, other = Response(PROMPT, 0), Response(PROMPT, 1)
+    one.append(generated([3]))
+    other.append(routed([1, 2]))
+    group = PromptGroup(PROMPT, seed=0, draw=0, index=0, responses=[one, other], version=1)
+    states = group_states([group])
+    other.append(routed([9]))  # after the moment of the checkpoint
+    [restored] = decode(encode(states), lambda draw, index: PROMPT)
+    assert restored.responses[0].experts == []
+    restored.responses[1].append(routed([5]))
+    assert restored.responses[1].freeze(letters).experts[:, 0, 1].tolist() == [2, 3, 6]
+    restored.responses[0].append(routed([5]))
+    with pytest.raises(ValueError, match=r"only 1 of 2 tokens .* have recorded experts"):
+        restored.responses[0].freeze(letters)
 
 
 def test_a_response_without_recorded_supports_has_none():
