@@ -45,12 +45,18 @@ from jaxrl.models.files.weight_files import find_tensors, kept_tensors
 from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import count_params
+from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 from jaxrl.runtime.backend import open_backend
 from sharding import DECODE, TRAIN, make_mesh
 
 GOLDEN = "golden.npz"  # "tokens" [B, T], and "logits" [B, T, V] or "scores" [B, T] of transformers
 ALLOWED = "1e-4"  # difference of logits, scores and logprobs in float32
 TOLERANCE = float(ALLOWED)
+MIXER_NAMES = {
+    AttentionConfig: "attention",
+    GatedDeltaNetConfig: "gated DeltaNet",
+    ShortConvConfig: "short convolution",
+}
 PAGE_LEN = 64
 PROMPT_LENS = (5, 58, 90)  # the second response and the third prompt cross the end of a page
 RESPONSE_LEN = 12
@@ -136,7 +142,7 @@ def layers_text(cfg: DecoderConfig) -> str:
 def layer_name(layer: LayerConfig) -> str:
     """The kind of a layer in words: its mixer, and its experts."""
     mixer, ffn = layer.mixer, layer.ffn
-    name = "attention" if isinstance(mixer, AttentionConfig) else "gated DeltaNet"
+    name = MIXER_NAMES[type(mixer)]
     if mixer.window:
         name += f" over {mixer.window} tokens"
     return name if isinstance(ffn, MLPConfig) else f"{name} with {ffn.top_k} of {ffn.E} experts"

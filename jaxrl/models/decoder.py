@@ -21,10 +21,9 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.matmul import matmul
 from jaxrl.models.config import AttentionConfig, DecoderConfig, LayerConfig, MoEConfig
 from jaxrl.models.kv_cache import KVCache
-from jaxrl.models.layers.attention import Attention
 from jaxrl.models.layers.experts import ExpertMatrix
-from jaxrl.models.layers.gated_delta_net import GatedDeltaNet
 from jaxrl.models.layers.linear import MakeParam, make_spec
+from jaxrl.models.layers.mixers import MIXERS
 from jaxrl.models.layers.mlp import MLP, SharedExpert
 from jaxrl.models.layers.moe import MoE, keeps_stack
 from jaxrl.models.layers.norms import LayerNorm, RMSNorm, make_norm
@@ -41,19 +40,18 @@ class Layer(nnx.Module):
     """One residual block, with the norms that its config names."""
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, layer: LayerConfig):
-        def norm(name: str | None) -> RMSNorm | LayerNorm | None:
-            return None if name is None else make_norm(make, name, cfg)
+        def norm(name: str | None, eps: float | None = None) -> RMSNorm | LayerNorm | None:
+            return None if name is None else make_norm(make, name, cfg, eps=eps)
 
         mixer, ffn = layer.mixer, layer.ffn
-        is_attention = isinstance(mixer, AttentionConfig)
-        self.attn = Attention(make, cfg, mixer) if is_attention else GatedDeltaNet(make, cfg, mixer)
+        self.attn = MIXERS[type(mixer)](make, cfg, mixer)
         is_mixture = isinstance(ffn, MoEConfig)
         self.mlp = MoE(make, cfg, ffn) if is_mixture else MLP(make, cfg, ffn)
         self.shared = SharedExpert(make, cfg, ffn) if is_mixture and ffn.shared_F else None
         self.parallel, self.residual_scale = layer.parallel, cfg.residual_scale
         before, after, before_mlp, after_mlp = layer.norms
-        self.attn_norm, self.post_attn_norm = norm(before), norm(after)
-        self.mlp_norm, self.post_mlp_norm = norm(before_mlp), norm(after_mlp)
+        self.attn_norm, self.post_attn_norm = norm(before), norm(after, cfg.post_norm_eps)
+        self.mlp_norm, self.post_mlp_norm = norm(before_mlp), norm(after_mlp, cfg.post_norm_eps)
 
     def __call__(
         self, x, live, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules
@@ -113,7 +111,9 @@ class Decoder(nnx.Module):
                     for i, layer in enumerate(cfg.layers)
                 ]
             )
-        self.norm = make_norm(top, "model.norm", cfg)
+        self.norm = make_norm(top, cfg.final_norm, cfg, unit_offset=cfg.final_unit_offset)
+        without = RMSNorm(top, None, cfg.D, eps=cfg.norm_eps, unit_offset=False)
+        self.embed_norm = without if cfg.embed_norm else None
         untied = "vocab" in cfg.heads and not cfg.tied
         self.lm_head = nnx.data(table("lm_head.weight") if untied else None)
         self.lora = nnx.data(table_adapters(top, cfg))  # of embed and lm_head, by these names
@@ -168,6 +168,7 @@ class Decoder(nnx.Module):
         x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
         if (adapter := self.lora["embed"]) is not None:
             x = x + adapter.rows(tokens, rules)
+        x = x if self.embed_norm is None else self.embed_norm(x)
         return x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T V"]:

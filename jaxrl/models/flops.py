@@ -11,9 +11,10 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
 
     Counts one multiplication and one addition per weight and token (in a mixture of experts, the
     weights of the token's own experts and of a shared one) and per visible key; a state of gated
-    DeltaNet is read twice and written once per token. Norms, rotations and padding count
-    nothing (PaLM, appendix B, https://arxiv.org/abs/2204.02311, with causal attention counted as
-    half). Training takes three times as much: recomputation is not useful work.
+    DeltaNet is read twice and written once per token, and a short convolution has its taps. Norms,
+    rotations and padding count nothing (PaLM, appendix B, https://arxiv.org/abs/2204.02311, with
+    causal attention counted as half). Training takes three times as much: recomputation is not
+    useful work.
     """
     n = np.asarray(lens, np.float64)
     weights = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
@@ -26,7 +27,7 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
         if isinstance(mixer, AttentionConfig):
             products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
         else:
-            products += 6 * mixer.N * mixer.D * mixer.V * n.sum()
+            products += 2 * mixer.token_products * n.sum()
     return float(2 * weights * n.sum() + products)
 
 

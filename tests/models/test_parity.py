@@ -26,7 +26,7 @@ from tests.models.resized import resized
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe"}
-FAMILIES |= {"qwen3_5", "qwen3_next", "cohere2", "glm4", "glm4_moe"}
+FAMILIES |= {"qwen3_5", "qwen3_next", "cohere2", "glm4", "glm4_moe", "lfm2"}
 
 
 def golden(name: str) -> tuple[jax.Array, np.ndarray]:

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxrl.models.config import GatedDeltaNetConfig, MLPConfig
+from jaxrl.models.config import MLPConfig
+from jaxrl.models.state_mixers import GatedDeltaNetConfig
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.estimate import (
     estimate_memory,

@@ -36,6 +36,9 @@ OTHER_PARTS = {
     "vision_tower.": False,  # an export has the class of the text model, without images
     "multi_modal_projector.": False,
     "visual.": False,
+    "vision_adapter.": False,
+    "vision_projection.": False,
+    "audio_tower.": False,
 }
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MAX_DRAFTER_LAYERS = 1000  # a damaged config.json must not cost memory

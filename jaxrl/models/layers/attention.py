@@ -34,18 +34,22 @@ class Attention(nnx.Module):
         def project(name: str, letter: str, heads: int, axis: str, width: int = 1) -> Linear:
             eq = f"BTD,{letter}HD->BT{letter}H"
             shape, axes = (heads, width * mixer.H, cfg.D), (axis, None, "w_embed")
-            bias, name = mixer.qkv_bias, f"self_attn.{name}"
+            bias, name = mixer.qkv_bias and name != "gate_proj", f"self_attn.{name}"
             return Linear(make, name, eq, shape, axes, bias=bias, **options)
 
         self.cfg = mixer.kind
+        o_name, q_norm, k_norm = mixer.names
         fused = mixer.qkv_fused
         self.qkv = fused_projection(make, cfg, mixer, **options) if fused else None
-        self.q = None if fused else project("q_proj", "N", mixer.N, "heads", 1 + mixer.gate)
+        wide = mixer.gate and mixer.gate_in_q
+        self.q = None if fused else project("q_proj", "N", mixer.N, "heads", 1 + wide)
         self.k = None if fused else project("k_proj", "K", mixer.K, "kv_heads")
         self.v = None if fused else project("v_proj", "K", mixer.K, "kv_heads")
+        apart = mixer.gate and not mixer.gate_in_q
+        self.gate = project("gate_proj", "N", mixer.N, "heads") if apart else None
         self.o = Linear(
             make,
-            "self_attn.o_proj",
+            f"self_attn.{o_name}",
             "BTNH,DNH->BTD",
             (cfg.D, mixer.N, mixer.H),
             ("w_embed", "heads", None),
@@ -59,15 +63,15 @@ class Attention(nnx.Module):
             how: Any = dict(eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
             if mixer.joint_norm:
                 return RMSNorm(make, name, heads * mixer.H, axis=axis, **how)
-            return RMSNorm(make, name, mixer.H, **how)
+            return RMSNorm(make, name if mixer.norm_weights else None, mixer.H, **how)
 
-        self.q_norm = norm("self_attn.q_norm", mixer.N, "heads")
-        self.k_norm = norm("self_attn.k_norm", mixer.K, "kv_heads")
+        self.q_norm = norm(f"self_attn.{q_norm}", mixer.N, "heads")
+        self.k_norm = norm(f"self_attn.{k_norm}", mixer.K, "kv_heads")
 
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
-        q, k, v = self._project(x, rules)
-        gate = None
-        if self.cfg.gate:
+        q, k, v, *gates = self._project(x, rules)
+        gate = gates[0] if gates else None
+        if self.cfg.gate and gate is None:
             q, gate = jnp.split(q, 2, axis=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = prevent_norm_fusion(q), prevent_norm_fusion(k)
@@ -83,10 +87,11 @@ class Attention(nnx.Module):
         return checkpoint_name(self.o(out, rules), "o"), state
 
     def _project(self, x, rules: Rules) -> Sequence[jax.Array]:
-        """Queries, with their gates if there are any, keys and values."""
+        """Queries, with their gates if they are in q_proj, keys, values, and separate gates."""
         if self.qkv is None:
             assert self.q is not None and self.k is not None and self.v is not None
-            return checkpoint_name(apply_linears(x, self.q, self.k, self.v, rules=rules), "qkv")
+            linears = [self.q, self.k, self.v, *filter(None, [self.gate])]
+            return checkpoint_name(apply_linears(x, *linears, rules=rules), "qkv")
         H, width = self.cfg.H, self.cfg.N // self.cfg.K * self.cfg.H
         y = checkpoint_name(self.qkv(x, rules), "qkv")
         q, k, v = jnp.split(y, (width, width + H), axis=-1)

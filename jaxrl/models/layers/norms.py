@@ -10,12 +10,15 @@ from jaxrl.models.layers.linear import MakeParam
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * w, in float32; with `unit_offset` the scale is 1 + w (Gemma)."""
+    """x / rms(x) * w, in float32; with `unit_offset` the scale is 1 + w (Gemma).
+
+    Without a name it has no weights.
+    """
 
     def __init__(
         self,
         make: MakeParam,
-        name: str,
+        name: str | None,
         dim: int,
         *,
         eps: float,
@@ -24,12 +27,14 @@ class RMSNorm(nnx.Module):
     ):
         self.eps, self.unit_offset = eps, unit_offset
         init = "zeros" if unit_offset else "ones"
-        self.w = nnx.data(make(f"{name}.weight", (dim,), (axis,), init=init))
+        self.w = nnx.data(name and make(f"{name}.weight", (dim,), (axis,), init=init))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         x32 = x.astype(jnp.float32)
         mean = row_sum(x32 * x32)[..., None] / x.shape[-1]
         normed = x32 * rsqrt(mean + self.eps)
+        if self.w is None:
+            return normed.astype(x.dtype)
         if self.unit_offset:  # Gemma scales before rounding, other families after
             return (normed * (1.0 + self.w.astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.w
@@ -53,8 +58,17 @@ class LayerNorm(nnx.Module):
         return scaled.astype(x.dtype)
 
 
-def make_norm(make: MakeParam, name: str, cfg: DecoderConfig) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream."""
+def make_norm(
+    make: MakeParam,
+    name: str,
+    cfg: DecoderConfig,
+    *,
+    eps: float | None = None,
+    unit_offset: bool | None = None,
+) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream, as the config says where the arguments are None."""
+    eps = cfg.norm_eps if eps is None else eps
     if cfg.layer_norm:
-        return LayerNorm(make, name, cfg.D, eps=cfg.norm_eps, bias=cfg.norm_bias)
-    return RMSNorm(make, name, cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+        return LayerNorm(make, name, cfg.D, eps=eps, bias=cfg.norm_bias)
+    unit_offset = cfg.unit_offset if unit_offset is None else unit_offset
+    return RMSNorm(make, name, cfg.D, eps=eps, unit_offset=unit_offset)

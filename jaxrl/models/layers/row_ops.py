@@ -14,7 +14,7 @@ from jaxrl.models.layers.rope import Rotation
 class RowOps(Protocol):
     """The operations between the tokens of rows: packed in training, with a cache in rollout.
 
-    Both return the output and the state after the layer. `index` is that of a stacked layer among
+    All return the output and the state after the layer. `index` is that of a stacked layer among
     the layers of its kind.
     """
 
@@ -29,6 +29,10 @@ class RowOps(Protocol):
         values; `g` and `beta` [B, T, N]; `conv` the weights of both convolutions, [heads, features,
         taps].
         """
+        ...
+
+    def convolve(self, x, w, index, state) -> tuple[jax.Array, Any]:
+        """Causal depthwise convolution of x [B, T, N, H] with the taps w [N, H, W]."""
         ...
 
 
