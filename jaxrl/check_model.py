@@ -41,7 +41,7 @@ from jaxrl.models.files.quantized.scheme import folder_scheme, without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors, kept_tensors
+from jaxrl.models.files.weight_files import find_tensors, kept_tensors, skipped_parts
 from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import count_params
@@ -120,6 +120,9 @@ def facts(folder: Path, cfg: DecoderConfig) -> Iterator[CheckRow]:
     yield CheckRow("context", f"{cfg.context_len:,} tokens")
     if scheme := folder_scheme(folder):
         yield CheckRow("weights", f"{scheme.title}, dequantized to bfloat16; exports have no codes")
+    if skipped := skipped_parts(folder):
+        parts = ", ".join(f"{part} ({n} tensors)" for part, n in skipped.items())
+        yield CheckRow("skipped", f"{parts}; an export does not have them")
     config = without_scheme(parse_json(config_path(folder).read_text()))
     yield CheckRow("config.json", entries_text(config, cfg))
 

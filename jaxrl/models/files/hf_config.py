@@ -148,7 +148,8 @@ def unknown_type(config: Mapping[str, Any]) -> str:
     model_type = str(config.get("model_type"))
     known = sorted(MODEL_TYPES.keys() | IMAGE_AND_TEXT)
     message = f"model_type {config.get('model_type')!r} is not known; known: {', '.join(known)}"
-    text = config.get("text_config") or config
+    text = config.get("text_config")
+    text = text if text and isinstance(text, dict) else config
 
     def unread(name: str) -> list[str]:
         return unknown_entries(text, FAMILIES[MODEL_TYPES[name]].ENTRIES)

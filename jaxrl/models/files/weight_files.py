@@ -70,6 +70,14 @@ def find_tensors(folder: Path) -> dict[str, FileTensor]:
     return tensors
 
 
+def skipped_parts(folder: Path) -> dict[str, int]:
+    """Parts that are neither loaded nor exported, such as images, and their number of tensors."""
+    names = [name.removeprefix("model.") for name, _ in all_tensors(folder)]
+    parts = [part for part, kept in OTHER_PARTS.items() if not kept]
+    counts = {part: sum(name.startswith(part) for name in names) for part in parts}
+    return {part.rstrip("."): n for part, n in counts.items() if n}
+
+
 def kept_tensors(folder: Path) -> dict[str, FileTensor]:
     """The tensors that exports keep unchanged and that are no parameters, by name.
 
