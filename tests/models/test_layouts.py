@@ -25,7 +25,8 @@ from tests.marks import graded
 GOLDEN = Path(__file__).parent / "golden"
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", *EXPERTS]
-OTHER_LAYERS = ["olmo2", "phi3", "starcoder2"]  # joint norms, fused projections, a plain MLP
+# Joint norms, fused projections, a plain MLP, short convolutions.
+OTHER_LAYERS = ["olmo2", "phi3", "starcoder2", "lfm2"]
 MESHES = {
     "fsdp": dict(fsdp=8),
     "tensor": dict(tensor=2),
@@ -55,7 +56,7 @@ QUICK = graded(
     thorough=[
         ("gemma2", "hsdp_tensor"), ("qwen2", "fsdp_tensor"), ("mixtral", "fsdp_expert_tensor"),
         ("olmo2", "hsdp_tensor"), ("phi3", "hsdp_tensor"), ("starcoder2", "hsdp_tensor"),
-        ("glm4_moe", "fsdp_expert_tensor"),
+        ("lfm2", "hsdp_tensor"), ("glm4_moe", "fsdp_expert_tensor"),
     ],
 )  # fmt: skip
 
