@@ -29,7 +29,6 @@ from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.config import (
     AttentionConfig,
     DecoderConfig,
-    GatedDeltaNetConfig,
     LayerConfig,
     MLAConfig,
     MLPConfig,
@@ -43,16 +42,22 @@ from jaxrl.models.files.quantized.scheme import folder_scheme, without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors, kept_tensors
+from jaxrl.models.files.weight_files import find_tensors, kept_tensors, skipped_parts
 from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import count_params
+from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 from jaxrl.runtime.backend import open_backend
 from sharding import DECODE, TRAIN, make_mesh
 
 GOLDEN = "golden.npz"  # "tokens" [B, T], and "logits" [B, T, V] or "scores" [B, T] of transformers
 ALLOWED = "1e-4"  # difference of logits, scores and logprobs in float32
 TOLERANCE = float(ALLOWED)
+MIXER_NAMES = {
+    AttentionConfig: "attention",
+    GatedDeltaNetConfig: "gated DeltaNet",
+    ShortConvConfig: "short convolution",
+}
 PAGE_LEN = 64
 PROMPT_LENS = (5, 58, 90)  # the second response and the third prompt cross the end of a page
 RESPONSE_LEN = 12
@@ -123,6 +128,9 @@ def facts(folder: Path, cfg: DecoderConfig) -> Iterator[CheckRow]:
     yield CheckRow("context", f"{cfg.context_len:,} tokens")
     if scheme := folder_scheme(folder):
         yield CheckRow("weights", f"{scheme.title}, dequantized to bfloat16; exports have no codes")
+    if skipped := skipped_parts(folder):
+        parts = ", ".join(f"{part} ({n} tensors)" for part, n in skipped.items())
+        yield CheckRow("skipped", f"{parts}; an export does not have them")
     config = without_scheme(parse_json(config_path(folder).read_text()))
     yield CheckRow("config.json", entries_text(config, cfg))
 

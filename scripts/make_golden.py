@@ -434,6 +434,72 @@ MODELS = {
             **GEMMA4,
         ),
     ),
+    "lfm2": (
+        "Lfm2",
+        dict(
+            num_hidden_layers=3,
+            layer_types=["conv", "full_attention", "conv"],
+            conv_bias=True,
+            block_multiple_of=8,
+            block_ffn_dim_multiplier=1.4,
+            **SMALL,
+        ),
+    ),
+    "mistral3": (
+        "Mistral3",
+        dict(
+            model_type="ministral3",
+            num_hidden_layers=2,
+            head_dim=16,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=300.0,
+                factor=8.0,
+                original_max_position_embeddings=16,
+                llama_4_scaling_beta=0.3,
+            ),
+            **SMALL,
+        ),
+    ),
+    "muse_glimmer": (
+        "MuseGlimmer",
+        dict(
+            num_hidden_layers=4,
+            head_dim=16,
+            sliding_window=6,
+            output_multiplier=0.5,
+            final_logit_softcapping=5.0,
+            post_norm_eps=0.1,
+            **SMALL,
+        ),
+    ),
+}
+# Image-and-text models: the fields above are those of text_config.
+IMAGES = {
+    "Mistral3": dict(
+        vision_config=dict(
+            model_type="pixtral",
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            head_dim=8,
+            image_size=28,
+            patch_size=14,
+        )
+    ),
+    "MuseGlimmer": dict(
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pos_emb_height=2,
+            pos_emb_width=2,
+        ),
+        out_hidden_size=64,
+        projector_hidden_size=16,
+    ),
 }
 WITH_TEXT_CONFIG = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # the other class includes images
 SCORED = ("llama", "qwen2", "gemma3")
@@ -555,9 +621,12 @@ def main(target: Path, names: list[str]) -> None:
         if names and name not in names:
             continue
         text = "Text" if family in WITH_TEXT_CONFIG else ""
-        config = getattr(transformers, f"{family}{text}Config")(**SHAPE | extra)
+        shape, head = SHAPE | extra, "CausalLM"
+        if images := IMAGES.get(family):
+            shape, head = dict(images, text_config=shape), "ConditionalGeneration"
+        config = getattr(transformers, f"{family}{text}Config")(**shape)
         config._attn_implementation = "eager"
-        model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        model = getattr(transformers, f"{family}For{head}")(config).float().eval()
         randomise(model, seed)
         model.save_pretrained(target / name)
         tokens = random_tokens(seed, model.config.get_text_config().vocab_size)

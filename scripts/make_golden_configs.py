@@ -513,6 +513,26 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
             [{}, dict(attention_dropout=0.1, residual_dropout=0.1, embedding_dropout=0.1)],
         ],
     ),
+    "lfm2": (
+        {},
+        [
+            *(FEW_ROPES, TIED, NO_HEAD_DIM, NOTES),
+            [{}, dict(norm_eps=0.05)],
+            [{}, dict(conv_bias=True), dict(conv_L_cache=4)],
+            [
+                dict(layer_types=["conv", "full_attention", "conv"]),
+                dict(full_attn_idxs=[0, 2]),
+                dict(full_attn_idxs=[1], tie_embedding=False),
+            ],
+            [
+                dict(block_multiple_of=8),
+                dict(block_multiple_of=4, block_ffn_dim_multiplier=1.4),
+                dict(block_auto_adjust_ff_dim=False),
+                dict(block_ff_dim=52, block_multiple_of=12),
+            ],
+            [{}, May(hidden_act="gelu"), May(theta=300.0)],
+        ],
+    ),
     "glm4_moe": (
         dict(moe_intermediate_size=20),
         [

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 
-from jaxrl.models.config import AttentionConfig, DecoderConfig, GatedDeltaNetConfig, MLAConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig, MLAConfig
+from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 
 PageShape = tuple[int, int]  # heads, and features of a head
 
@@ -40,9 +41,11 @@ def page_shapes(cfg: DecoderConfig) -> tuple[PageShape, ...]:
     return tuple(dict.fromkeys(shape for shape in shapes if shape is not None))
 
 
-def page_shape(mixer: AttentionConfig | GatedDeltaNetConfig | MLAConfig) -> PageShape | None:
+def page_shape(
+    mixer: AttentionConfig | MLAConfig | GatedDeltaNetConfig | ShortConvConfig,
+) -> PageShape | None:
     """The shape of a layer's pages; None for a layer without: it has a state, or uses others."""
-    if isinstance(mixer, GatedDeltaNetConfig):
+    if isinstance(mixer, GatedDeltaNetConfig | ShortConvConfig):
         return None
     if isinstance(mixer, MLAConfig):
         return 1, mixer.page_features

@@ -13,6 +13,7 @@ from jaxrl.kernels.choice import check_kernels
 from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.mla_config import MLAConfig
 from jaxrl.models.shared_kv import SharedKV
+from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 from sharding import Rules
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # of every family
@@ -21,6 +22,10 @@ PROPORTIONAL = "proportional"  # Gemma 4
 NO_ROPE = "none"  # layers whose queries and keys are not rotated
 # Names in files of a layer's norms: before and after the mixer, before and after the ffn.
 NormNames = tuple[str | None, str | None, str | None, str | None]
+# Names in files of an MLP, and of its matrices; the gate's is empty in one without.
+MLPNames = tuple[str, str, str, str]
+MLP_NAMES: MLPNames = ("mlp", "gate_proj", "up_proj", "down_proj")
+PLAIN_MLP_NAMES: MLPNames = ("mlp", "", "c_fc", "c_proj")
 PRE_NORMS: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
 POST_NORMS: NormNames = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 BOTH_NORMS: NormNames = (
@@ -102,11 +107,15 @@ class AttentionConfig:
     qkv_fused: bool = False  # one projection of queries, keys and values
     qk_norm: bool = False  # of every head of queries and keys, before the rotation
     joint_norm: bool = False  # the norm of queries is one of all heads, and so is that of keys
-    gate: bool = False  # the output is multiplied by sigmoid(gate), a second half of q_proj
+    norm_weights: bool = True  # of the norms of queries and keys
+    v_norm: bool = False  # of every head of values, without weights
+    gate: bool = False  # the output is multiplied by sigmoid(gate)
+    gate_in_q: bool = True  # the gate is a second half of q_proj, not of gate_proj
     sinks: bool = False  # a logit of every head in its softmax, without a value
-    v_norm: bool = False  # of every head of values, without a scale
     k_eq_v: bool = False  # values are the keys before their norm and rotation: no v_proj
     shared: SharedKV | None = None  # keys and values that several layers use
+    # In files: the output projection, and the norms of queries and of keys.
+    names: tuple[str, str, str] = ("o_proj", "q_norm", "k_norm")
     scale: float | None = None  # of the scores; None: H ** -0.5
     softcap: float | None = None  # of the scores
 
@@ -144,37 +153,6 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNetConfig:
-    """Gated DeltaNet of one layer (https://arxiv.org/abs/2412.06464): a state per value head.
-
-    K heads of queries and keys, D wide; N heads of values, V wide, of which N / K share a key.
-    """
-
-    K: int
-    N: int
-    D: int
-    V: int
-    conv_len: int = 4  # tokens that the causal convolution before it reads
-    fused: bool = False  # two projections, by key head (Qwen3-Next), not four (Qwen3.5)
-    rope: ClassVar[None] = None
-    window: ClassVar[int] = 0
-
-    @property
-    def head_features(self) -> int:
-        """Features of all heads: queries, keys and values, and half of their gates."""
-        return self.K * self.D + self.N * self.V
-
-    @property
-    def weight_rows(self) -> int:
-        """Rows of D weights that a token is multiplied with."""
-        return 2 * self.K * self.D + 3 * self.N * self.V + 2 * self.N
-
-    @property
-    def kind(self) -> "GatedDeltaNetConfig":
-        return self
-
-
-@dataclasses.dataclass(frozen=True)
 class ClampedGLU:
     """g sigmoid(alpha g) (u + 1) with the gate g at most `limit`, and u in [-limit, limit]."""
 
@@ -191,6 +169,7 @@ class MLPConfig:
     bias: bool = False
     gated: bool = True  # act(gate) * up, not act(up)
     fused: bool = False  # one projection of gate and up
+    names: MLPNames = MLP_NAMES
 
     @property
     def n_matrices(self) -> int:
@@ -272,7 +251,7 @@ class MoEConfig:
 class LayerConfig:
     """One residual block: what mixes tokens, and what is applied to each of them."""
 
-    mixer: AttentionConfig | GatedDeltaNetConfig | MLAConfig
+    mixer: AttentionConfig | MLAConfig | GatedDeltaNetConfig | ShortConvConfig
     ffn: MLPConfig | MoEConfig
     norms: NormNames = PRE_NORMS
     parallel: bool = False  # mixer and ffn have the same input, and its norm
@@ -297,6 +276,10 @@ class DecoderConfig:
     layer_norm: bool = False  # norms subtract the mean
     norm_bias: bool = False  # layer_norm: with a bias
     norm_rounds_last: bool = False  # norms scale by w before they round
+    final_norm: str = "model.norm"  # its name in files
+    final_unit_offset: bool | None = None  # unit_offset of the final norm, if it differs
+    post_norm_eps: float | None = None  # of norms after the mixer and the ffn, if it differs
+    embed_norm: bool = False  # the embedding is normalized, without weights
     heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number per token
     tied: bool = False  # the unembedding is the embedding
     logit_softcap: float | None = None
@@ -346,6 +329,12 @@ class DecoderConfig:
         return [
             layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetConfig)
         ]
+
+    @property
+    def state_layers(self) -> list[GatedDeltaNetConfig | ShortConvConfig]:
+        """The mixers with a state of constant size, in order."""
+        kinds = (GatedDeltaNetConfig, ShortConvConfig)
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, kinds)]
 
     @property
     def score_features(self) -> int:
@@ -416,7 +405,8 @@ def uniform_decoder(
       windows: of each layer; () = no layer has one.
       model: the fields that DecoderConfig has for all layers.
     """
-    ffn: MLPConfig | MoEConfig = MLPConfig(F, act, mlp_bias, mlp_gated, mlp_fused)
+    names = MLP_NAMES if mlp_gated else PLAIN_MLP_NAMES
+    ffn: MLPConfig | MoEConfig = MLPConfig(F, act, mlp_bias, mlp_gated, mlp_fused, names)
     if E:
         router = RouterConfig(top_k, norm=norm_topk)
         ffn = MoEConfig(E, router, F_expert, act, shared_F=shared_F, names=family)

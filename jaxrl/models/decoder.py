@@ -43,8 +43,8 @@ class Layer(nnx.Module):
     """One residual block, with the norms that its config names."""
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig, layer: LayerConfig):
-        def norm(name: str | None) -> RMSNorm | LayerNorm | None:
-            return None if name is None else make_norm(make, name, cfg)
+        def norm(name: str | None, eps: float | None = None) -> RMSNorm | LayerNorm | None:
+            return None if name is None else make_norm(make, name, cfg, eps=eps)
 
         mixer, ffn = layer.mixer, layer.ffn
         self.attn = MIXERS[type(mixer)](make, cfg, mixer)
@@ -53,8 +53,8 @@ class Layer(nnx.Module):
         self.shared = SharedExpert(make, cfg, ffn) if is_mixture and ffn.shared_F else None
         self.parallel, self.residual_scale = layer.parallel, cfg.residual_scale
         before, after, before_mlp, after_mlp = layer.norms
-        self.attn_norm, self.post_attn_norm = norm(before), norm(after)
-        self.mlp_norm, self.post_mlp_norm = norm(before_mlp), norm(after_mlp)
+        self.attn_norm, self.post_attn_norm = norm(before), norm(after, cfg.post_norm_eps)
+        self.mlp_norm, self.post_mlp_norm = norm(before_mlp), norm(after_mlp, cfg.post_norm_eps)
         branches = ffn.norms if is_mixture else (None, None, None)
         self.expert_norm, self.post_expert_norm, self.post_shared_norm = map(norm, branches)
         self.input_gate = LayerInput(make, cfg, layer.ffn.act) if cfg.input_P else None
@@ -127,7 +127,9 @@ class Decoder(nnx.Module):
                     for i, layer in enumerate(cfg.layers)
                 ]
             )
-        self.norm = make_norm(top, "model.norm", cfg)
+        self.norm = make_norm(top, cfg.final_norm, cfg, unit_offset=cfg.final_unit_offset)
+        without = RMSNorm(top, None, cfg.D, eps=cfg.norm_eps, unit_offset=False)
+        self.embed_norm = without if cfg.embed_norm else None
         self.layer_inputs = LayerInputs(top, cfg) if cfg.input_P else None
         untied = "vocab" in cfg.heads and not cfg.tied
         self.lm_head = nnx.data(table("lm_head.weight") if untied else None)
@@ -195,6 +197,7 @@ class Decoder(nnx.Module):
         x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
         if (adapter := self.lora["embed"]) is not None:
             x = x + adapter.rows(tokens, rules)
+        x = x if self.embed_norm is None else self.embed_norm(x)
         return x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T V"]:

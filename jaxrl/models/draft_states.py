@@ -1,4 +1,4 @@
-"""The states of gated DeltaNet during speculative decoding.
+"""The states of layers during speculative decoding.
 
 A state cannot go back to an earlier token. So the pass that verifies draft tokens computes their
 outputs and leaves the states of sequences as they are, but keeps what the layers would have put
@@ -27,16 +27,20 @@ def start_drafts(cache: KVCache, n_rows: int, n_tokens: int, rules: Rules) -> KV
     if cache.states is None:
         return cache
     states = cache.states
-    if isinstance(states.state, list):
-        drafts = DraftInputs(*([[None] * len(states.state)] * 6))
+    if isinstance(states.v, list):
+        drafts = DraftInputs(*([[None] * len(states.v)] * 6))
         return dataclasses.replace(cache, drafts=drafts)
-    (L, _, _, K, two_D), (N, V) = states.qk.shape, states.v.shape[3:]
+    L, (N, V) = states.v.shape[0], states.v.shape[3:]
     specs, dtype = _draft_specs(rules), states.v.dtype
 
     def empty(spec: jax.P, *shape: int, dtype=dtype) -> jax.Array:
         spec = jax.P(None, *spec)
         return jnp.zeros((L, n_rows, n_tokens, *shape), dtype, out_sharding=spec)
 
+    if states.qk is None:
+        drafts = DraftInputs(None, empty(specs.v, N, V), None, None, None, None)
+        return dataclasses.replace(cache, drafts=drafts)
+    K, two_D = states.qk.shape[3:]
     drafts = DraftInputs(
         qk=empty(specs.qk, K, two_D),
         v=empty(specs.v, N, V),
@@ -53,13 +57,15 @@ def keep_drafts(
 ) -> DraftInputs:
     """The drafts with the inputs of a layer; those in a list have this layer only."""
     if layer is None:
-        return jax.tree.map(lambda value: [value], new)
+        return DraftInputs(*([value] for value in vars(new).values()))
 
     def put(all_layers: jax.Array, one: jax.Array, spec: jax.P) -> jax.Array:
         one = jax.reshard(one.astype(all_layers.dtype), spec)
         return jax.lax.dynamic_update_index_in_dim(all_layers, one, layer, 0)
 
-    return jax.tree.map(put, drafts, new, _draft_specs(rules))
+    specs = vars(_draft_specs(rules))
+    parts = [(part, getattr(new, name), specs[name]) for name, part in vars(drafts).items()]
+    return DraftInputs(*(None if part[0] is None else put(*part) for part in parts))
 
 
 def accept_drafts(
@@ -78,12 +84,12 @@ def accept_drafts(
     assert slots is not None
     drafts, states = cache.drafts, cache.states
     advance = functools.partial(_advance, slots=slots, accepted=accepted, rules=rules, step=step)
-    if not isinstance(states.state, list):
-        layers = jnp.arange(states.state.shape[0])
+    if not isinstance(states.v, list):
+        layers = jnp.arange(states.v.shape[0])
         states, _ = jax.lax.scan(lambda s, xs: (advance(s, *xs), None), states, (drafts, layers))
         return dataclasses.replace(cache, states=states, drafts=None)
     cache = dataclasses.replace(cache, drafts=None)
-    for i, pool in enumerate(states.state):
+    for i, pool in enumerate(states.v):
         if pool is not None:
             own = cache.layer(i)
             inputs = jax.tree.map(lambda of, i=i: of[i], drafts, is_leaf=_is_list)
@@ -105,11 +111,14 @@ def _advance(
     """The states of a layer after the accepted tokens."""
     pools, first = states.layer_slots(layer, rules)
     how: Any = dict(slots=slots + first, live=accepted, rules=rules)
-    k = inputs.k  # also in place of the queries, as outputs are not needed
-    _, state = gated_delta_step(
-        k, k, inputs.values, inputs.g, inputs.beta, pools.state, implementation=step, **how
-    )
-    qk, v = advance_tails(inputs.qk, pools.qk, **how), advance_tails(inputs.v, pools.v, **how)
+    qk, state = None, None
+    if pools.state is not None:
+        k = inputs.k  # also in place of the queries, as outputs are not needed
+        _, state = gated_delta_step(
+            k, k, inputs.values, inputs.g, inputs.beta, pools.state, implementation=step, **how
+        )
+        qk = advance_tails(inputs.qk, pools.qk, **how)
+    v = advance_tails(inputs.v, pools.v, **how)
     return states.with_slots(StateCache(qk, v, state), rules)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Int
 
-from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, MLAConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig, MLAConfig
 
 
 def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
@@ -11,10 +11,10 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
 
     Counts one multiplication and one addition per weight and token (in a mixture of experts, the
     weights of the token's own experts and of a shared one) and per visible key; a state of gated
-    DeltaNet is read twice and written once per token. Norms, rotations and padding count
-    nothing (PaLM, appendix B, https://arxiv.org/abs/2204.02311, with causal attention counted as
-    half), and latent attention is counted in its expanded form. Training takes three times as much:
-    recomputation is not useful work.
+    DeltaNet is read twice and written once per token, and a short convolution has its taps. Norms,
+    rotations and padding count nothing (PaLM, appendix B, https://arxiv.org/abs/2204.02311, with
+    causal attention counted as half), and latent attention is counted in its expanded form.
+    Training takes three times as much: recomputation is not useful work.
     """
     n = np.asarray(lens, np.float64)
     weights = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
@@ -25,13 +25,13 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
             mixer.weight_rows + ffn.n_matrices * ffn.active_features + ffn.gate_rows
         )
         weights += cfg.D * 3 * cfg.input_P  # the inputs of the layer, their gate and projection
-        if isinstance(mixer, GatedDeltaNetConfig):
-            products += 6 * mixer.N * mixer.D * mixer.V * n.sum()
+        if isinstance(mixer, AttentionConfig):
+            products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
         elif isinstance(mixer, MLAConfig):
             weights += mixer.rank_weights
             products += 2 * mixer.N * (mixer.H + mixer.V) * _visible_keys(n, mixer.window).sum()
         else:
-            products += 4 * mixer.N * mixer.H * _visible_keys(n, mixer.window).sum()
+            products += 2 * mixer.token_products * n.sum()
     return float(2 * weights * n.sum() + products)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Collection, Mapping
 
 import jax
@@ -12,7 +13,8 @@ from jax.typing import DTypeLike
 
 from jaxrl.kernels.quantized import MAX_VALUE, Quantized
 from jaxrl.models.cache_layout import page_owners, page_shape, page_shapes
-from jaxrl.models.config import AttentionConfig, DecoderConfig, GatedDeltaNetConfig, MLAConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig, MLAConfig
+from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -21,14 +23,23 @@ Pools = list[jax.Array | None]  # of all layers; None for those of another kind
 
 @struct.dataclass
 class StateCache:
-    """Slots of layers of gated DeltaNet (kernels/gated_delta/pool.py), as the pages of `KVCache`.
+    """Slots of layers with a state (kernels/gated_delta/pool.py), as the pages of `KVCache`.
 
-    W1 is the length of the convolution less 1; the letters are those of GatedDeltaNetConfig.
+    W1 is the length of the convolution less 1; the letters are those of GatedDeltaNetConfig. A
+    short convolution has the inputs at the last tokens in `v`, and None in the others.
     """
 
     qk: Tree  # [S, W1, K, 2 D], queries and keys before the convolution, of the last tokens
     v: Tree  # [S, W1, N, V], their values
     state: Tree  # float32 [S, N, D, V], after the last token
+
+    def _specs(self, rules: Rules) -> "StateCache":
+        """The sharding of a layer's slots; None for the parts that there are not."""
+        tail = rules.spec("batch", None, "heads", None)
+        state = rules.spec("batch", "heads", None, None)
+        return StateCache(
+            None if self.qk is None else tail, tail, None if self.state is None else state
+        )
 
     def layer_slots(self, layer: jax.Array | None, rules: Rules) -> tuple[Tree, int | jax.Array]:
         """(pools of a layer, index of its first slot among them), as `KVCache.layer_pages`."""
@@ -39,8 +50,8 @@ class StateCache:
             shape = (-1, *pools.shape[2:])
             return jnp.reshape(pools, shape, out_sharding=spec)
 
-        first = 0 if layer is None else layer * self.state.shape[1]
-        return jax.tree.map(slots, self, _state_specs(rules), is_leaf=_is_list), first
+        first = 0 if layer is None else layer * self.v.shape[1]
+        return jax.tree.map(slots, self, self._specs(rules), is_leaf=_is_list), first
 
     def with_slots(self, new: "StateCache", rules: Rules) -> "StateCache":
         """The cache with the pools of `layer_slots` replaced by their updated values."""
@@ -50,14 +61,14 @@ class StateCache:
                 return [slots]
             return jnp.reshape(slots, pools.shape, out_sharding=jax.P(None, *spec))
 
-        return jax.tree.map(replace, self, new, _state_specs(rules), is_leaf=_is_list)
+        return jax.tree.map(replace, self, new, self._specs(rules), is_leaf=_is_list)
 
 
 @struct.dataclass
 class DraftInputs:
-    """Inputs of layers of gated DeltaNet at W tokens of B sequences, of which some are accepted.
+    """Inputs of layers with a state at W tokens of B sequences, of which some are accepted.
 
-    In a list of all layers, or stacked, as `StateCache`.
+    In a list of all layers, or stacked, as `StateCache`. A short convolution has `v` only.
     """
 
     qk: Tree  # [B, W, K, 2 D], before the convolution
@@ -66,12 +77,6 @@ class DraftInputs:
     values: Tree  # [B, W, N, V]
     g: Tree  # float32 [B, W, N]
     beta: Tree  # [B, W, N]
-
-
-def _state_specs(rules: Rules) -> StateCache:
-    """The sharding of a layer's slots."""
-    tail = rules.spec("batch", None, "heads", None)
-    return StateCache(tail, tail, rules.spec("batch", "heads", None, None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +240,7 @@ def init_cache(
 
     join = cfg.stacked and len({page for page in pages if page}) > 1
     joined = _joined_pools(cfg, sizes) if join else ()
-    states = _state_pools(cfg, rules, n_slots, tail_dtype) if cfg.delta_layers else None
+    states = _state_pools(cfg, rules, n_slots, tail_dtype) if cfg.state_layers else None
     return KVCache(
         k=layer_pools(pages),
         v=layer_pools(values),
@@ -262,18 +267,18 @@ def _joined_pools(cfg: DecoderConfig, sizes: Mapping[int, int]) -> tuple[JoinedP
 def _state_pools(
     cfg: DecoderConfig, rules: Rules, n_slots: int, tail_dtype: DTypeLike
 ) -> StateCache:
-    S, specs = rules.n_shards("batch") * n_slots, _state_specs(rules)
-    qk, v, state = [], [], []
-    for layer in cfg.layers:
-        mixer = layer.mixer
-        other = not isinstance(mixer, GatedDeltaNetConfig)
-        qk.append(None if other else (S, mixer.conv_len - 1, mixer.K, 2 * mixer.D))
-        v.append(None if other else (S, mixer.conv_len - 1, mixer.N, mixer.V))
-        state.append(None if other else (S, mixer.N, mixer.D, mixer.V))
+    S, tail = rules.n_shards("batch") * n_slots, rules.spec("batch", None, "heads", None)
+
+    def pools(part: int, dtype: DTypeLike, spec: jax.P) -> Tree:
+        mixers = [layer.mixer for layer in cfg.layers]
+        kinds = (GatedDeltaNetConfig, ShortConvConfig)
+        found = [m.slot_shapes[part] if isinstance(m, kinds) else None for m in mixers]
+        shapes = [shape and (S, *shape) for shape in found]
+        return _pools(cfg, shapes, dtype, spec) if any(shapes) else None
+
+    state = rules.spec("batch", "heads", None, None)
     return StateCache(
-        _pools(cfg, qk, tail_dtype, specs.qk),
-        _pools(cfg, v, tail_dtype, specs.v),
-        _pools(cfg, state, jnp.float32, specs.state),
+        pools(0, tail_dtype, tail), pools(1, tail_dtype, tail), pools(2, jnp.float32, state)
     )
 
 
@@ -356,9 +361,10 @@ def page_bytes(
 
 def slot_bytes(cfg: DecoderConfig, tail_dtype: DTypeLike) -> int:
     """Bytes of one slot over all layers and devices."""
-    item = jnp.dtype(tail_dtype).itemsize
+    sizes = (jnp.dtype(tail_dtype).itemsize,) * 2 + (4,)
     return sum(
-        4 * mixer.N * mixer.D * mixer.V
-        + item * (mixer.conv_len - 1) * (2 * mixer.K * mixer.D + mixer.N * mixer.V)
-        for mixer in cfg.delta_layers
+        size * math.prod(shape)
+        for mixer in cfg.state_layers
+        for size, shape in zip(sizes, mixer.slot_shapes, strict=True)
+        if shape is not None
     )

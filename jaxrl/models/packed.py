@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.gated_delta import causal_conv, gated_delta
+from jaxrl.kernels.gated_delta.convolution import identity
 from jaxrl.kernels.gated_delta.rows import from_whole_rows, to_whole_rows, whole_row_rules
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.kernels.visibility import Visibility
@@ -216,14 +217,22 @@ class PackedRows:
         return state.share(k, v, shared)
 
     def delta(self, qk, v, g, beta, conv, index, state):
-        whole = whole_row_rules(self.rules)
-        order = functools.partial(unshuffle, rules=self.rules)
-        segments, visibility = jax.tree.map(order, (self.segments, self.visibility))
-        how: Any = dict(segments=segments, visibility=visibility, align=self.align, rules=whole)
+        how = self._whole()
         qk, v, g, beta = (to_whole_rows(a, self.rules) for a in (qk, v, g, beta))
         (qk, _), (v, _) = causal_conv(qk, conv[0], **how), causal_conv(v, conv[1], **how)
         out, _ = gated_delta(*queries_and_keys(qk), v, g, beta, **how)
         return from_whole_rows(out, self.rules), state
+
+    def convolve(self, x, w, index, state):
+        out, _ = causal_conv(to_whole_rows(x, self.rules), w, **self._whole(), activation=identity)
+        return from_whole_rows(out, self.rules), state
+
+    def _whole(self) -> dict[str, Any]:
+        """Arguments of operations on whole rows."""
+        whole = whole_row_rules(self.rules)
+        order = functools.partial(unshuffle, rules=self.rules)
+        segments, visibility = jax.tree.map(order, (self.segments, self.visibility))
+        return dict(segments=segments, visibility=visibility, align=self.align, rules=whole)
 
 
 def _stage(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl import types
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.gated_delta import gated_delta_outputs, gated_delta_step
+from jaxrl.kernels.gated_delta.convolution import identity
 from jaxrl.kernels.gated_delta.pool import (
     SlotRows,
     pool_causal_conv,
@@ -260,6 +261,28 @@ class PagedRows:
         inputs = DraftInputs(qk, v, k, values, g, beta)
         drafts = keep_drafts(state.drafts, inputs, index, self.rules)
         return self._joined([out], shape), dataclasses.replace(state, drafts=drafts)
+
+    def convolve(self, x, w, index, state: KVCache):
+        assert state.states is not None
+        pools, first = state.states.layer_slots(index, self.rules)
+        how, tails, outs = dict[str, Any](rules=self.rules, activation=identity), pools.v, []
+        by_group = self._by_group(x, "heads")
+        for group, tokens in zip(self.groups, by_group, strict=True):
+            live = group.positions >= 0
+            if isinstance(group.slots, PrefillSlots):
+                rows = SlotRows(group.slots.sources + first, group.slots.targets + first, live)
+                out, tails = pool_causal_conv(tokens, w, tails, slots=rows, **how)
+            else:
+                assert group.slots is not None
+                slots = group.slots + first
+                out, tails = step_causal_conv(tokens, w, tails, slots=slots, live=live, **how)
+            outs.append(out)
+        if state.drafts is not None:  # which advance the tails when they are accepted
+            inputs = DraftInputs(None, by_group[0], None, None, None, None)
+            drafts = keep_drafts(state.drafts, inputs, index, self.rules)
+            return self._joined(outs, x.shape), dataclasses.replace(state, drafts=drafts)
+        states = state.states.with_slots(StateCache(None, tails, None), self.rules)
+        return self._joined(outs, x.shape), dataclasses.replace(state, states=states)
 
     def _new_tokens(self, k, v) -> Iterable[tuple[TokenGroup, jax.Array, jax.Array | None]]:
         """Each group with its keys and values; none if they are in the pages already."""

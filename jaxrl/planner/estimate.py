@@ -162,7 +162,7 @@ def _update_bytes(sizes: Sizes, settings: CandidateSettings) -> float:
     work += rule_work_bytes(d, local, tp)
     if chunked:  # products of the other chunks are absent; gradients are summed in float32
         absent = local - local / sizes.n_chunks
-        products = WORK_ARRAYS * 3 * _ffw(d, sizes.expert) / tp
+        products = WORK_ARRAYS * _ffw_products(d, sizes.expert)[1] / tp
         work += 4 * sizes.mlp - absent * wide * products
     if sizes.stage > 1:  # the rows before and after all stages; 1F1B's sums of a stage
         work += 2 * sizes.calls * local * wide * stream
@@ -189,23 +189,24 @@ def kept_features(
     of "none"; in a list, the compiler computes those between two products again.
     """
     outputs = d.score_features + kept_rule_features(d)
-    attention, ffw = outputs / d.L / tensor, _ffw(d, expert) / tensor
+    attention = outputs / d.L / tensor
+    projected, ffw = (features / tensor for features in _ffw_products(d, expert))
     every = _product_features(d, tensor, expert)
     if not keeps_mlp:
-        every, ffw = every - 3 * ffw, 0.0
+        every, projected = every - ffw, 0.0
     return {
         "full": stream,
         "offload": stream,  # in host memory
         "attention": stream + attention,
-        "mlp": stream + attention + 2 * ffw,
-        "dots": 2 * stream + 2 * _head_features(d) / tensor + 2 * ffw,
+        "mlp": stream + attention + projected,
+        "dots": 2 * stream + 2 * _head_features(d) / tensor + projected,
         "none": stream + (3 if stacked else 1) * every,
     }
 
 
 def _product_features(d: DecoderConfig, tensor: int, expert: int) -> float:
     """Features per token of the inputs and outputs of a layer's products, per device."""
-    return 2 * d.D + (2 * _head_features(d) + 3 * _ffw(d, expert)) / tensor
+    return 2 * d.D + (2 * _head_features(d) + _ffw_products(d, expert)[1]) / tensor
 
 
 def _head_features(d: DecoderConfig) -> float:
@@ -213,14 +214,19 @@ def _head_features(d: DecoderConfig) -> float:
     return sum(layer.mixer.head_features for layer in d.layers) / d.L
 
 
-def _ffw(d: DecoderConfig, expert: int) -> float:
-    """Features per token within the feed-forward part of a layer, on average."""
+def _ffw_products(d: DecoderConfig, expert: int) -> tuple[float, float]:
+    """Features per token of the feed-forward part of a layer, on average.
+
+    (outputs of the first products, all inputs and outputs of products within the part): gate and
+    up, then their product too; without a gate, up, then its activation too.
+    """
 
     def features(ffn: MLPConfig | MoEConfig) -> int:
         routed = expert * ffn.top_k * (ffn.F + d.D) if isinstance(ffn, MoEConfig) else 0
         return routed + ffn.dense_features
 
-    return sum(features(layer.ffn) for layer in d.layers) / d.L
+    found = [(layer.ffn.n_matrices, features(layer.ffn)) for layer in d.layers]
+    return sum((n - 1) * f for n, f in found) / d.L, sum(n * f for n, f in found) / d.L
 
 
 def _recompute_seconds(

@@ -204,6 +204,27 @@ layers without experts ([LoRA](../how_to/lora.md)). NAME is, in the order of the
 """
 
 
+# Families that load and have no page: an example of each, with its type.
+OTHERS = {
+    "zai-org/GLM-4.5-Air": "`glm4_moe`; LoRA needs `lora.target_modules` or "
+    "`lora.exclude_modules`, because dense layers and experts have the same names",
+    "allenai/OLMo-2-1124-7B-Instruct": "`olmo2`; OLMo 3 is `olmo3`",
+    "microsoft/Phi-4-mini-instruct": "`phi3`; lengths up to 4,096 tokens",
+    "zai-org/GLM-4-9B-0414": "`glm4`; GLM-Z1 too",
+    "HuggingFaceTB/SmolLM3-3B": "`smollm3`",
+    "ibm-granite/granite-3.3-2b-instruct": "`granite`",
+    "google/gemma-7b-it": "`gemma`",
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": "`seed_oss`",
+    "mistralai/Ministral-3-8B-Instruct-2512": "`mistral3` with `ministral3` as its text part",
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "`mistral3` with `mistral` as its text part",
+    "CohereLabs/c4ai-command-r7b-12-2024": "`cohere2`",
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": "`qwen2_moe`",
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": "`exaone4`",
+    "bigcode/starcoder2-3b": "`starcoder2`",
+    "LiquidAI/LFM2-1.2B": "`lfm2`; a slot of state for short convolutions",
+    "meta-models/Muse-Glimmer-30B": "`muse_glimmer`",
+}
+
 INDEX = """\
 # Models
 
@@ -212,6 +233,19 @@ weights and LoRA, with memory and times by formula. `python -m scripts.pages.mod
 pages. Other checkpoints of the families load, too ([model families](../reference/models.md)).
 
 | page | checkpoints |
+|---|---|
+"""
+
+
+OTHER_MODELS = """
+
+## Other families
+
+These load without a page: the settings of a dense model of the same size above, or of a mixture of
+experts of the same size, are a start. `python -m jaxrl.plan` with a folder as `model.path` finds
+those that fit, and `python -m jaxrl.check_model FOLDER` checks the files.
+
+| example | `model_type` |
 |---|---|
 """
 
@@ -325,7 +359,8 @@ def index() -> str:
         f"| [{family.title}]({name}.md) | {', '.join(m.partition('/')[2] for m in family.models)} |"
         for name, family in FAMILIES.items()
     ]
-    return INDEX + "\n".join(rows) + "\n"
+    others = [f"| {model} | {note} |" for model, note in OTHERS.items()]
+    return INDEX + "\n".join(rows) + OTHER_MODELS + "\n".join(others) + "\n"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.config import (
     BOTH_NORMS,
     DecoderConfig,
-    GatedDeltaNetConfig,
     Rope,
     uniform_decoder,
 )
@@ -29,6 +28,7 @@ from jaxrl.models.families import gemma4, gpt_oss
 from jaxrl.models.families.rotary import GLOBAL, LOCAL
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
+from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 from sharding.rules import DECODE, TRAIN, Rules
 
 SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=512, max_len=512)
@@ -114,6 +114,11 @@ _BLOCK = FAMILIES["qwen3"].layers[0]
 _DELTA = dataclasses.replace(_BLOCK, mixer=GatedDeltaNetConfig(K=2, N=4, D=16, V=16))
 HYBRID = dataclasses.replace(
     FAMILIES["qwen3"], family="qwen3_5", layers=(_DELTA, _DELTA, _BLOCK) * 2, stacked=True
+)
+# Short convolution, short convolution, attention: twice.
+_CONV = dataclasses.replace(_BLOCK, mixer=ShortConvConfig(N=4, H=16, bias=True))
+SHORT_CONV = dataclasses.replace(
+    FAMILIES["qwen3"], family="lfm2", layers=(_CONV, _CONV, _BLOCK) * 2, stacked=True
 )
 SMALL = RolloutConfig(
     max_num_seqs=8, max_num_batched_tokens=256, page_len=64, steps_per_dispatch=8, n_pages=32

@@ -49,7 +49,8 @@ def pick(x, rows, n_padding):
     return jnp.asarray(out)
 
 
-@pytest.mark.parametrize("from_slots", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough  # tests/engine/test_states.py compares such rows with training by default
+@pytest.mark.parametrize("from_slots", [False, True])
 def test_rows_give_outputs_and_states_of_whole_sequences(one_device, from_slots):
     """Also where a first part of each sequence, of 0 to 3 tokens, was computed before."""
     begun = np.array([1, 0, 3]) if from_slots else np.zeros(3, int)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.models.config import GatedDeltaNetConfig
+from jaxrl.models.state_mixers import GatedDeltaNetConfig
 from sharding import RING, TRAIN, ULYSSES, Rules
 from tests.learner.tiny_policy import (
     HYBRID,

@@ -21,16 +21,11 @@ from jaxrl.data.packing import pack
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, take_tokens
-from jaxrl.models.config import (
-    DecoderConfig,
-    GatedDeltaNetConfig,
-    MLAConfig,
-    Rope,
-    uniform_decoder,
-)
+from jaxrl.models.config import DecoderConfig, MLAConfig, Rope, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.spec import init_params, is_spec, partition_specs
+from jaxrl.models.state_mixers import GatedDeltaNetConfig
 from jaxrl.runtime.flat_program import unflatten
 from jaxrl.types import TrainingSample
 from sharding import Rules, make_mesh
@@ -62,7 +57,7 @@ HYBRID = dataclasses.replace(
     norm_eps=1e-3,
     layers=(DELTA, MODEL.layers[0], DELTA),
 )
-# Keys and values of all heads are computed from one latent per token; values are narrower than keys.
+# Keys and values of all heads come from one latent per token; values are narrower than keys.
 LATENT = dataclasses.replace(
     MODEL,
     family="deepseek_v3",

@@ -27,9 +27,10 @@ from tests.marks import graded
 GOLDEN = Path(__file__).parent / "golden"
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", *EXPERTS]
-# Head sizes by layer; experts next to an MLP; keys of earlier layers and inputs of each layer
+# Head sizes by layer; experts next to an MLP; keys of earlier layers and inputs of each layer.
 GEMMA4 = ["gemma4", "gemma4_moe", "gemma4_shared"]
-OTHER_LAYERS = ["olmo2", "phi3", "starcoder2"]  # joint norms, fused projections, a plain MLP
+# Joint norms, fused projections, a plain MLP, short convolutions.
+OTHER_LAYERS = ["olmo2", "phi3", "starcoder2", "lfm2"]
 MESHES = {
     "fsdp": dict(fsdp=8),
     "tensor": dict(tensor=2),
@@ -67,11 +68,10 @@ QUICK = graded(
     thorough=[
         ("gemma2", "hsdp_tensor"), ("qwen2", "fsdp_tensor"), ("mixtral", "fsdp_expert_tensor"),
         ("olmo2", "hsdp_tensor"), ("phi3", "hsdp_tensor"), ("starcoder2", "hsdp_tensor"),
+        ("lfm2", "hsdp_tensor"),
         ("glm4_moe", "fsdp_expert_tensor"), ("gpt_oss", "fsdp_expert_tensor"),
-        ("glm4_moe_lite", "hsdp_tensor"),
-        ("deepseek_v3", "fsdp_expert_tensor"),
-        ("gemma4", "hsdp"), ("gemma4_moe", "fsdp_expert"),
-        ("gemma4_shared", "fsdp_tensor"),
+        ("glm4_moe_lite", "hsdp_tensor"), ("deepseek_v3", "fsdp_expert_tensor"),
+        ("gemma4", "hsdp"), ("gemma4_moe", "fsdp_expert"), ("gemma4_shared", "fsdp_tensor"),
     ],
 )  # fmt: skip
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxrl.models.config import GatedDeltaNetConfig
+from jaxrl.models.config import MLPConfig
+from jaxrl.models.state_mixers import GatedDeltaNetConfig
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.estimate import (
     estimate_memory,
@@ -64,6 +65,18 @@ def test_a_list_of_layers_keeps_fewer_arrays():
     assert listed["none"] == 64 + products and stacked["none"] == 64 + 3 * products
     # inputs of attention and MLP, q, k, v, the output of attention, gate and up
     assert listed["dots"] == stacked["dots"] == 64 + 64 + 64 + 2 * 32 + 64 + 2 * 128
+
+
+def test_an_mlp_without_a_gate_keeps_one_array_less():
+    """By hand, 128 wide: up and its activation, not gate, up and their product."""
+    mlp = MLPConfig(128, gated=False)
+    layers = tuple(dataclasses.replace(layer, ffn=mlp) for layer in TINY.layers)
+    how = dict(tensor=1, expert=1, stream=64, stacked=False)
+    gated = kept_features(TINY, **how)
+    plain = kept_features(dataclasses.replace(TINY, layers=layers), **how)
+    assert plain == gated | {name: gated[name] - 128 for name in ("mlp", "dots", "none")}
+    outside = 64 + 2 * 64 + 2 * (64 + 32)  # the layer's input, inputs of products, heads
+    assert plain["none"] == outside + 2 * 128
 
 
 def test_the_estimated_rollout_waits_for_kv_pages():

@@ -6,12 +6,12 @@ import pytest
 
 from jaxrl.models.config import (
     DecoderConfig,
-    GatedDeltaNetConfig,
     LayerConfig,
     MLPConfig,
     MoEConfig,
     RouterConfig,
 )
+from jaxrl.models.state_mixers import GatedDeltaNetConfig
 from jaxrl.planner.traffic import (
     RULE_ARRAYS,
     RULE_MOVES,

@@ -64,7 +64,7 @@ def dispatch_shapes(rollout: RolloutConfig, max_len: int, cfg: DecoderConfig) ->
         prefill_buckets=prefill,
         mixed=rollout.prefix_cache and prompt_rows >= prefill[-1],
         adapters=cfg.lora is not None and cfg.lora.n_stacked > 0,
-        states=bool(cfg.delta_layers),
+        states=bool(cfg.state_layers),
     )
 
 

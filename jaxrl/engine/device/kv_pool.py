@@ -26,7 +26,7 @@ def window_page_counts(cfg: DecoderConfig, rollout: RolloutConfig, max_len: int)
     """
     page_len, n_steps = rollout.page_len, rollout.steps_per_dispatch * (1 + rollout.spec_tokens)
     windows = sorted({mixer.window for mixer in cfg.paged_layers})
-    if cfg.delta_layers:
+    if cfg.state_layers:
         return {}
     counts = {window: -(-(window + n_steps) // page_len) + 1 for window in windows if window}
     return {window: n for window, n in counts.items() if n < -(-max_len // page_len)}
@@ -34,7 +34,7 @@ def window_page_counts(cfg: DecoderConfig, rollout: RolloutConfig, max_len: int)
 
 def n_state_slots(cfg: DecoderConfig, rollout: RolloutConfig) -> int:
     """Slots of state per replica: that of zeros, one per sequence, and the snapshots."""
-    if not cfg.delta_layers:
+    if not cfg.state_layers:
         return 0
     n_snapshots = rollout.state_snapshots or max(rollout.max_num_seqs // 2, 1)
     return 1 + rollout.max_num_seqs + n_snapshots

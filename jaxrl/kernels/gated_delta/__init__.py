@@ -184,8 +184,9 @@ def causal_conv(
     tail: Float[Array, "B W1 N H"] | None = None,
     visibility: Visibility | None = None,
     align: int = CHUNK,
+    activation: Callable = jax.nn.silu,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B W1 N H"]]:
-    """silu of the causal depthwise convolution, and the last W - 1 tokens of each row.
+    """The activated causal depthwise convolution, and the last W - 1 tokens of each row.
 
     y_t = sum over s of w[..., W - 1 - s] x_{t - s}, over the tokens of t's segment, or of its path
     with `visibility`. `tail` [B, W - 1, N, H] has the tokens before the row's first segment, which
@@ -204,7 +205,7 @@ def causal_conv(
         )
 
     def local(x, w, segments, tail, visibility):
-        return convolve(x, w, segments, tail, _parents(visibility, chunk))
+        return convolve(x, w, segments, tail, _parents(visibility, chunk), activation)
 
     specs, args = (heads, weights, rows, heads, rows), (x, w, segments, tail, visibility)
     with jax.named_scope("causal_conv"):

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over packed rows, before the gated delta rule."""
+"""Causal depthwise convolution over packed rows: before the gated delta rule, or alone."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxrl.kernels.gated_delta.runs import run_numbers
 
 
-def convolve(x, w, segments, tail, parents):
-    """(silu(y) [B, T, N, H], new tails [B, W - 1, N, H]) on one device.
+def convolve(x, w, segments, tail, parents, activation=jax.nn.silu):
+    """(activation(y) [B, T, N, H], new tails [B, W - 1, N, H]) on one device.
 
     y_t = sum over s < W of w[W - 1 - s] x_{t - s}, in float32, over the tokens of t's path. `tail`
     has the tokens before the row's first segment, which then begins at place 0. The new tails are
@@ -32,9 +32,14 @@ def convolve(x, w, segments, tail, parents):
         if parents is not None:
             y += _taps_of_parents(extended[:, W - 1 :], w, runs[:, W - 1 :], live, parents)
         y = _materialize_gradient(y)
-        return jnp.where(live[..., None, None], jax.nn.silu(y), 0.0).astype(x.dtype)
+        return jnp.where(live[..., None, None], activation(y), 0.0).astype(x.dtype)
 
     return jax.checkpoint(activate)(extended, w.astype(jnp.float32)), new_tail
+
+
+def identity(y):
+    """The activation of a convolution without one."""
+    return y
 
 
 @jax.custom_vjp

@@ -7,6 +7,7 @@ Letters: S slots, R rows of T tokens, K heads of queries and keys, N heads of va
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,7 @@ def pool_causal_conv(
     *,
     slots: SlotRows,
     rules: Rules,
+    activation: Callable = jax.nn.silu,
 ) -> tuple[Float[Array, "R T N H"], Float[Array, "S W1 N H"]]:
     """`causal_conv` of the tokens of each row, and the pool of its inputs at the last W - 1 tokens.
 
@@ -126,10 +128,11 @@ def pool_causal_conv(
     pool = rules.spec(None, None, "heads", None)
     with jax.named_scope("causal_conv"):
         args, specs = (x, w, tails, slots), (heads, weights, pool, jax.P())
-        return shard_heads(_pool_causal_conv, args, specs, (heads, pool))
+        local = functools.partial(_pool_causal_conv, activation=activation)
+        return shard_heads(local, args, specs, (heads, pool))
 
 
-def _pool_causal_conv(x, w, tails, slots: SlotRows):
+def _pool_causal_conv(x, w, tails, slots: SlotRows, *, activation: Callable):
     ends = jnp.cumsum(jnp.sum(slots.live, axis=1))
     begins = ends - jnp.sum(slots.live, axis=1)
     follows = jnp.pad(slots.sources[1:] == slots.targets[:-1], (1, 0))
@@ -139,7 +142,7 @@ def _pool_causal_conv(x, w, tails, slots: SlotRows):
     old = lax.optimization_barrier(old).astype(x.dtype)
     before = _tails_at(begins, chains, old, x, ends, begins)
     after = _tails_at(ends, chains, old, x, ends, begins)
-    y, _ = convolve(x, w, slots.live.astype(jnp.int32), before, None)
+    y, _ = convolve(x, w, slots.live.astype(jnp.int32), before, None, activation)
     return y, tails.at[slots.last_writers(len(tails))].set(after.astype(tails.dtype), mode="drop")
 
 
@@ -151,6 +154,7 @@ def step_causal_conv(
     slots: Int[Array, "B"],
     live: Bool[Array, "B T"],
     rules: Rules,
+    activation: Callable = jax.nn.silu,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "S W1 N H"]]:
     """`pool_causal_conv` of the next tokens of B sequences, each in its own slot."""
 
@@ -158,7 +162,7 @@ def step_causal_conv(
         # Read once, before the update: XLA otherwise fuses further reads into the convolution and
         # into the update, and copies the whole pool for them.
         old = lax.optimization_barrier(tails[slots])
-        y, after = convolve(x, w, live.astype(jnp.int32), old, None)
+        y, after = convolve(x, w, live.astype(jnp.int32), old, None, activation)
         return y, tails.at[slots].set(after.astype(tails.dtype))
 
     heads, weights = rules.spec("batch", None, "heads", None), rules.spec("heads", None, None)

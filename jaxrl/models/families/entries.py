@@ -5,7 +5,7 @@ version of transformers adds is therefore refused until a table here names it.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.json_text import shown
@@ -92,6 +92,16 @@ def is_off(value: Any) -> bool:
     return value is None or value in (False, 0, "", [], {})
 
 
+def unknown_entries(config: Mapping[str, Any], entries: Entries) -> list[str]:
+    """The entries that are on and that a family does not know."""
+    known = entries.read | entries.neutral | WITHOUT_EFFECT | NEUTRAL_AT.keys()
+    return sorted(
+        name
+        for name, value in config.items()
+        if name not in known | entries.neutral_at.keys() and not is_off(value)
+    )
+
+
 def check_known(config: Mapping[str, Any], entries: Entries, model_type: str) -> None:
     """Raises ValueError for the first entry that may change the numbers and is not read."""
     check_architectures(config, entries.classes, model_type)
@@ -146,22 +156,29 @@ def check_no_code(config: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 def language_part(
-    config: Mapping[str, Any], known: Entries, model_type: str, *, tied: bool
+    config: Mapping[str, Any],
+    known: Entries,
+    model_type: str,
+    *,
+    tied: bool,
+    text_types: Sequence[str] = (),
 ) -> Mapping[str, Any]:
     """The language model of an image-and-text model (its `text_config`) as a text model's config.
 
     The embedding is tied by the entry of the top level, as in transformers; `tied` is its default.
+    The part has one of `text_types`, by default the first, or by default `{model_type}_text`.
     Raises ValueError for a missing part, another type, and entries that are not `known`.
     """
     check_known(config, known, model_type)
-    text, text_type = config.get("text_config"), f"{model_type}_text"
+    text, types = config.get("text_config"), text_types or (f"{model_type}_text",)
+    shown_types = " or ".join(types)
     if not text:
-        raise ValueError(f"text_config is missing; the model_type of a text model is {text_type}")
-    if (found := text.get("model_type", text_type)) != text_type:
-        raise ValueError(f"model_type of text_config is {found!r}; {text_type} is supported")
+        raise ValueError(f"text_config is missing; the model_type of a text model is {shown_types}")
+    if (found := text.get("model_type", types[0])) not in types:
+        raise ValueError(f"model_type of text_config is {found!r}; {shown_types} is supported")
     tied = config.get("tie_word_embeddings", tied)
     if (found := text.get("tie_word_embeddings", tied)) != tied:
         raise ValueError(
             f"tie_word_embeddings is {tied} and {found} in text_config; set both to the same"
         )
-    return {**text, "tie_word_embeddings": tied}
+    return {**text, "model_type": text.get("model_type", types[0]), "tie_word_embeddings": tied}

@@ -36,11 +36,10 @@ DEFAULTS: dict[str, Any] = EXPERTS | dict(
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     """Raises ValueError if no layer has experts."""
     c = DEFAULTS | dict(c)
-    rope = rotary.read_rope(c, partial=True, mrope=True)
     cfg = with_experts(
         c,
         "glm4_moe",
-        rope=dataclasses.replace(rope, mrope_section=()),  # which transformers ignores
+        rope=rotary.read_rope(c, partial=True, neutral=rotary.MROPE),
         qkv_bias=c.get("attention_bias", False),
         qk_norm=c.get("use_qk_norm", False),
     )

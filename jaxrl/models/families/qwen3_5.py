@@ -7,8 +7,9 @@ rotated in their first quarter. Definition: transformers' model type `qwen3_5_te
 import dataclasses
 from typing import Any
 
-from jaxrl.models.config import AttentionConfig, DecoderConfig, GatedDeltaNetConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig
 from jaxrl.models.families import entries, fields, rotary
+from jaxrl.models.state_mixers import GatedDeltaNetConfig
 
 LINEAR = "linear_attention"
 SIZES = {

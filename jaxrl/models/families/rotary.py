@@ -6,7 +6,7 @@ read, together too. The older names are written, because every version understan
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxrl.json_text import shown
@@ -39,12 +39,17 @@ MROPE = {"mrope_section", "mrope_interleaved"}
 
 
 def read_rope(
-    c: ConfigJson, *, theta: float = 10_000.0, partial: bool = False, mrope: bool = False
+    c: ConfigJson,
+    *,
+    theta: float = 10_000.0,
+    partial: bool = False,
+    mrope: bool = False,
+    neutral: Collection[str] = (),
 ) -> Rope:
     """Rotary embedding of all layers; `theta` is the family's default base.
 
     `partial`: the family may rotate a part of each head only. `mrope`: it may have positions of
-    images.
+    images. `neutral`: entries without effect on the family.
 
     A non-empty rope_scaling replaces rope_parameters, as in transformers. Raises ValueError for
     scalings that are not in `ROPE_KINDS`, and if the replaced entry has another base.
@@ -69,8 +74,8 @@ def read_rope(
     if partial:
         share = float(entries.pop("partial_rotary_factor", 1.0))
     if mrope:
-        section = tuple(entries.get("mrope_section") or ())
-        entries = {name: value for name, value in entries.items() if name not in MROPE}
+        section, neutral = tuple(entries.get("mrope_section") or ()), MROPE
+    entries = {name: value for name, value in entries.items() if name not in neutral}
     rope = parse_rope(entries, max_len=c["max_position_embeddings"])
     return dataclasses.replace(rope, rotary=share, mrope_section=section)
 

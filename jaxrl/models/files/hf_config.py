@@ -1,6 +1,7 @@
 """config.json of a Hugging Face folder <-> DecoderConfig."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from jaxrl.models.families import (
     glm4_moe_lite,
     gpt_oss,
     granite,
+    lfm2,
     llama,
     ministral3,
     mistral,
+    mistral3,
     mixtral,
+    muse_glimmer,
     olmo2,
     olmo3,
     phi3,
@@ -38,7 +42,7 @@ from jaxrl.models.families import (
     smollm3,
     starcoder2,
 )
-from jaxrl.models.families.entries import check_known
+from jaxrl.models.families.entries import check_known, unknown_entries
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
 from jaxrl.models.files.quantized.scheme import read_scheme, without_scheme
 from jaxrl.models.files.weight_files import has_separate_head
@@ -74,6 +78,8 @@ FAMILIES = {
     "qwen2_moe": qwen2_moe,
     "exaone4": exaone4,
     "starcoder2": starcoder2,
+    "lfm2": lfm2,
+    "muse_glimmer": muse_glimmer,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
@@ -83,9 +89,17 @@ MODEL_TYPES = {name: name for name in FAMILIES} | {
     "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    "muse_glimmer_text": "muse_glimmer",
 }
-# Model types whose language model is a part.
-IMAGE_AND_TEXT = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
+# Model types whose language model is a part, and the modules that find it.
+IMAGE_AND_TEXT = {
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "mistral3": mistral3,
+    "muse_glimmer": muse_glimmer,
+}
 
 
 def folder_config(folder: str | Path) -> DecoderConfig:
@@ -122,23 +136,39 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     Raises ValueError for unknown model types, activations and rope scalings, for entries of
     another type or of implausible size, and for those that may change the numbers and are not read.
     """
-    model_type = config.get("model_type")
-    family = MODEL_TYPES.get(str(model_type))
-    if family is None:
-        raise ValueError(
-            f"model_type {model_type!r} is not known; known: {', '.join(sorted(MODEL_TYPES))}"
-        )
+    model_type = str(config.get("model_type"))
+    if model_type not in MODEL_TYPES.keys() | IMAGE_AND_TEXT:
+        raise ValueError(unknown_type(config))
     check_entries(config)
     read_scheme(config)
-    config = without_scheme(config)
-    text = FAMILIES[family].text_part(config) if model_type in IMAGE_AND_TEXT else config
-    check_known(text, FAMILIES[family].ENTRIES, str(model_type))
+    text = without_scheme(config)
+    if module := IMAGE_AND_TEXT.get(model_type):
+        text = module.text_part(text)
+    family = MODEL_TYPES[text["model_type"]]
+    check_known(text, FAMILIES[family].ENTRIES, model_type)
     try:
         cfg = FAMILIES[family].from_hf(text)
     except KeyError as error:
         raise ValueError(f"config.json of a {model_type} model lacks {error}") from error
     check_decoder(cfg)
     return cfg
+
+
+def unknown_type(config: Mapping[str, Any]) -> str:
+    """The error of an unknown model type: the nearest family, and what that does not know."""
+    model_type = str(config.get("model_type"))
+    known = sorted(MODEL_TYPES.keys() | IMAGE_AND_TEXT)
+    message = f"model_type {config.get('model_type')!r} is not known; known: {', '.join(known)}"
+    text = config.get("text_config")
+    text = text if text and isinstance(text, dict) else config
+
+    def unread(name: str) -> list[str]:
+        return unknown_entries(text, FAMILIES[MODEL_TYPES[name]].ENTRIES)
+
+    names = difflib.get_close_matches(model_type, MODEL_TYPES, n=3, cutoff=0.5) or ["llama"]
+    nearest = min(names, key=lambda name: len(unread(name)))
+    fields = ", ".join(unread(nearest)) or "none"
+    return f"{message}. The nearest is {nearest}; fields that it does not know: {fields}"
 
 
 def config_to_hf(cfg: DecoderConfig) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from jaxrl.json_text import shown
-from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig, MLAConfig, RouterConfig
+from jaxrl.models.config import AttentionConfig, DecoderConfig, MLAConfig, RouterConfig
+from jaxrl.models.state_mixers import GatedDeltaNetConfig
 
 INTEGERS = {  # smallest and largest value
     "num_hidden_layers": (1, 1000),
@@ -47,6 +48,9 @@ INTEGERS = {  # smallest and largest value
     "linear_key_head_dim": (1, 2**14),
     "linear_value_head_dim": (1, 2**14),
     "linear_conv_kernel_dim": (2, 64),
+    "conv_L_cache": (2, 64),
+    "block_ff_dim": (1, 2**24),
+    "block_multiple_of": (1, 2**24),
     "original_max_position_embeddings": (1, 2**31),
     "global_head_dim": (2, 2**14),
     "num_global_key_value_heads": (1, 2**14),
@@ -59,6 +63,11 @@ NUMBERS = {
     "rms_norm_eps": (0.0, 1.0),
     "layer_norm_eps": (0.0, 1.0),
     "norm_epsilon": (0.0, 1.0),
+    "norm_eps": (0.0, 1.0),
+    "post_norm_eps": (0.0, 1.0),
+    "qk_scale_factor": (1e-6, 1e6),
+    "output_multiplier": (1e-6, 1e6),
+    "block_ffn_dim_multiplier": (1e-6, 1e6),
     "attention_multiplier": (1e-6, 1e6),
     "embedding_multiplier": (1e-6, 1e6),
     "residual_multiplier": (1e-6, 1e6),
@@ -87,11 +96,13 @@ FLAGS = {
     *("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "truncate"),
     *("use_sliding_window", "attention_out_bias", "qkv_bias", "use_bias", "use_qk_norm"),
     *("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "rope_interleave"),
+    *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding"),
 }
 TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
 LISTS: dict[str, type] = {
     "layer_types": str,
     "mlp_layer_types": str,
+    "full_attn_idxs": int,
     "mlp_only_layers": int,
     "mrope_section": int,
     "no_rope_layers": int,
@@ -106,6 +117,7 @@ NULLABLE = {
     *OBJECTS,
     "attention_factor",
     "attn_logit_softcapping",
+    "block_ffn_dim_multiplier",
     "final_logit_softcapping",
     "head_dim",
     "mscale",
@@ -179,13 +191,11 @@ def check_decoder(cfg: DecoderConfig) -> None:
     """Raises ValueError if the sizes contradict each other, or imply far too many tensors."""
     errors = []
     for mixer in dict.fromkeys(layer.mixer for layer in cfg.layers):
-        if isinstance(mixer, GatedDeltaNetConfig):
-            if mixer.N % mixer.K:
-                errors.append(f"{mixer.N} value heads are not a multiple of {mixer.K} key heads")
-            continue
-        if isinstance(mixer, MLAConfig):
-            if mixer.rotated % 2:
-                errors.append(f"{mixer.rotated} rotated features of a head are not even")
+        if isinstance(mixer, GatedDeltaNetConfig) and mixer.N % mixer.K:
+            errors.append(f"{mixer.N} value heads are not a multiple of {mixer.K} key heads")
+        if isinstance(mixer, MLAConfig) and mixer.rotated % 2:
+            errors.append(f"{mixer.rotated} rotated features of a head are not even")
+        if not isinstance(mixer, AttentionConfig):
             continue
         rotated = mixer.H * mixer.rope.rotary
         if mixer.H < 2 or mixer.H % 2:

@@ -21,7 +21,7 @@ from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor
 from jaxrl.models.files.safetensors import map_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors
+from jaxrl.models.files.weight_files import find_tensors, skipped_parts
 from jaxrl.models.layers.stored import Stored, shard_stored
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.quantize import matrix_inputs, quantize_matrix
@@ -71,6 +71,7 @@ def load_model(
     specs, tensors, mesh = decoder_specs(cfg), find_tensors(folder), jax.sharding.get_mesh()
     check_mesh(stored_cfg, mesh.shape, rules)
     log_scheme(folder, base_dtype)
+    log_skipped(folder)
     shapes = {name: info.shape for name, info in tensors.items()}
     check_shapes(specs, shapes, f"the tensors in {folder} do not match its config.json")
     total = sum(tensors[name].n_bytes for name in expected_shapes(specs) if name in tensors)
@@ -161,6 +162,14 @@ def file_places(spec: ParamSpec, index: tuple[slice, ...]) -> list[np.ndarray]:
         found.append(numbers.reshape(shape[first:end])[index[first:end]].reshape(-1))
         first = end
     return found
+
+
+def log_skipped(folder: Path) -> None:
+    """Lists the parts of the files that are no parameters of the language model."""
+    skipped = skipped_parts(folder)
+    if skipped and hosts.is_main_process():
+        parts = ", ".join(f"{part} ({n} tensors)" for part, n in skipped.items())
+        logger.warning("%s: skipped %s; the language model alone is loaded", folder, parts)
 
 
 def log_scheme(folder: Path, base_dtype: str) -> None:

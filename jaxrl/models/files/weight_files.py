@@ -36,8 +36,10 @@ OTHER_PARTS = {
     "vision_tower.": False,  # an export has the class of the text model, without images
     "multi_modal_projector.": False,
     "visual.": False,
-    "audio_tower.": False,
+    "vision_adapter.": False,
+    "vision_projection.": False,
     "embed_vision.": False,
+    "audio_tower.": False,
     "embed_audio.": False,
 }
 MAX_DRAFTER_LAYERS = MAX_SHARED_LAYERS = 1000  # a damaged config.json must not cost memory
@@ -68,6 +70,14 @@ def find_tensors(folder: Path) -> dict[str, FileTensor]:
         for part, place in separate_experts(name, info, interleaved=interleaved).items():
             add_once(tensors, part, place)
     return tensors
+
+
+def skipped_parts(folder: Path) -> dict[str, int]:
+    """Parts that are neither loaded nor exported, such as images, and their number of tensors."""
+    names = [name.removeprefix("model.") for name, _ in all_tensors(folder)]
+    parts = [part for part, kept in OTHER_PARTS.items() if not kept]
+    counts = {part: sum(name.startswith(part) for name in names) for part in parts}
+    return {part.rstrip("."): n for part, n in counts.items() if n}
 
 
 def kept_tensors(folder: Path) -> dict[str, FileTensor]:

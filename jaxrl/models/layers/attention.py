@@ -34,19 +34,23 @@ class Attention(nnx.Module):
         def project(name: str, letter: str, heads: int, axis: str, width: int = 1) -> Linear:
             eq = f"BTD,{letter}HD->BT{letter}H"
             shape, axes = (heads, width * mixer.H, cfg.D), (axis, None, "w_embed")
-            bias, name = mixer.qkv_bias, f"self_attn.{name}"
+            bias, name = mixer.qkv_bias and name != "gate_proj", f"self_attn.{name}"
             return Linear(make, name, eq, shape, axes, bias=bias, **options)
 
         self.cfg = mixer.kind
+        o_name, q_norm, k_norm = mixer.names
         fused = mixer.qkv_fused
         self.qkv = fused_projection(make, cfg, mixer, **options) if fused else None
-        self.q = None if fused else project("q_proj", "N", mixer.N, "heads", 1 + mixer.gate)
+        wide = mixer.gate and mixer.gate_in_q
+        self.q = None if fused else project("q_proj", "N", mixer.N, "heads", 1 + wide)
         k, v = not (fused or mixer.reads_kv), not (fused or mixer.reads_kv or mixer.k_eq_v)
         self.k = project("k_proj", "K", mixer.K, "kv_heads") if k else None
         self.v = project("v_proj", "K", mixer.K, "kv_heads") if v else None
+        apart = mixer.gate and not mixer.gate_in_q
+        self.gate = project("gate_proj", "N", mixer.N, "heads") if apart else None
         self.o = Linear(
             make,
-            "self_attn.o_proj",
+            f"self_attn.{o_name}",
             "BTNH,DNH->BTD",
             (cfg.D, mixer.N, mixer.H),
             ("w_embed", "heads", None),
@@ -60,18 +64,18 @@ class Attention(nnx.Module):
             how = rms_options(cfg)
             if mixer.joint_norm:
                 return RMSNorm(make, name, heads * mixer.H, axis=axis, **how)
-            return RMSNorm(make, name, mixer.H, **how)
+            return RMSNorm(make, name if mixer.norm_weights else None, mixer.H, **how)
 
-        self.q_norm = norm("self_attn.q_norm", mixer.N, "heads")
-        self.k_norm = None if mixer.reads_kv else norm("self_attn.k_norm", mixer.K, "kv_heads")
+        self.q_norm = norm(f"self_attn.{q_norm}", mixer.N, "heads")
+        self.k_norm = None if mixer.reads_kv else norm(f"self_attn.{k_norm}", mixer.K, "kv_heads")
         self.v_eps = cfg.norm_eps if mixer.v_norm else None
         sinks = make("self_attn.sinks", (mixer.N,), ("heads",)) if mixer.sinks else None
         self.sinks = nnx.data(sinks)
 
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
-        q, k, v = self._project(x, rules)
-        gate = None
-        if self.cfg.gate:
+        q, k, v, *gates = self._project(x, rules)
+        gate = gates[0] if gates else None
+        if self.cfg.gate and gate is None:
             q, gate = jnp.split(q, 2, axis=-1)
         q = self._normed(self.q_norm, q, "heads", rules)
         assert place.rotation is not None
@@ -92,14 +96,16 @@ class Attention(nnx.Module):
         return checkpoint_name(self.o(out, rules), "o"), state
 
     def _project(self, x, rules: Rules) -> Sequence[jax.Array | None]:
-        """Queries, with their gates if there are any, keys and values.
+        """Queries, with their gates if they are in q_proj, keys, values, and separate gates.
 
         Keys and values are None if they are those of an earlier layer.
         """
         if self.qkv is None:
-            linears = [linear for linear in (self.q, self.k, self.v) if linear is not None]
-            q, *kv = checkpoint_name(apply_linears(x, *linears, rules=rules), "qkv")
-            return (q, kv[0], kv[-1]) if kv else (q, None, None)
+            found = [self.q, self.k, self.v, self.gate]
+            linears = [linear for linear in found if linear is not None]
+            outs = iter(checkpoint_name(apply_linears(x, *linears, rules=rules), "qkv"))
+            q, k, v, *gate = [None if linear is None else next(outs) for linear in found]
+            return q, k, k if v is None else v, *filter(lambda a: a is not None, gate)
         H, width = self.cfg.H, self.cfg.N // self.cfg.K * self.cfg.H
         y = checkpoint_name(self.qkv(x, rules), "qkv")
         q, k, v = jnp.split(y, (width, width + H), axis=-1)

@@ -9,10 +9,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxrl.kernels.bits import row_sum, rsqrt
-from jaxrl.models.config import DecoderConfig, GatedDeltaNetConfig
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
 from jaxrl.models.layers.norms import RMSNorm
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
+from jaxrl.models.state_mixers import GatedDeltaNetConfig
 from sharding import Rules
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxrl.models.config import ClampedGLU, DecoderConfig, MLPConfig, MoEConfig
+from jaxrl.models.config import MLP_NAMES, ClampedGLU, DecoderConfig, MLPConfig, MoEConfig
 from jaxrl.models.layers.chunks import (
     apply_to_chunks,
     join_positions,
@@ -64,7 +64,7 @@ class MLP(nnx.Module):
     as many of both.
     """
 
-    def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MLPConfig, name: str = "mlp"):
+    def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MLPConfig):
         options: Any = dict(bias=ffn.bias, lora=cfg.lora, base_dtype=cfg.base_dtype)
 
         def up(name: str) -> Linear:
@@ -73,12 +73,13 @@ class MLP(nnx.Module):
 
         self.act = ffn.act
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
+        name, *parts = ffn.names
+        gate, plain, down = (f"{name}.{part}" for part in parts)
         fused = f"{name}.gate_up_proj"
         self.gate_up = _fused(make, fused, ffn.F, cfg.D, **options) if ffn.fused else None
-        self.gate = up(f"{name}.gate_proj") if ffn.gated and not ffn.fused else None
-        self.up = None if ffn.fused else up(f"{name}.{'up_proj' if ffn.gated else 'c_fc'}")
+        self.gate = up(gate) if ffn.gated and not ffn.fused else None
+        self.up = None if ffn.fused else up(plain)
         shape, axes = (cfg.D, ffn.F), ("w_embed", "ffw")
-        down = f"{name}.{'down_proj' if ffn.gated else 'c_proj'}"
         self.down = Linear(make, down, "BTF,DF->BTD", shape, axes, **options)
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
@@ -141,8 +142,8 @@ class SharedExpert(nnx.Module):
     def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MoEConfig):
         name = "mlp.shared_expert" if ffn.shared_gate else "mlp.shared_experts"
         assert isinstance(ffn.act, str)
-        mlp = MLPConfig(ffn.shared_F, ffn.act)
-        self.mlp = MLP(make, cfg, mlp, ffn.shared_name or name)
+        names = (ffn.shared_name or name, *MLP_NAMES[1:])
+        self.mlp = MLP(make, cfg, MLPConfig(ffn.shared_F, ffn.act, names=names))
         options: Any = dict(lora=cfg.lora, base_dtype=cfg.base_dtype)
         shape, axes = (1, cfg.D), (None, "w_embed")
         gate = functools.partial(Linear, make, SHARED_GATE, "BTD,SD->BTS", shape, axes, **options)

@@ -15,12 +15,13 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * w, in float32; with `unit_offset` the scale is 1 + w (Gemma 1 to 3).
 
     The quotient is rounded to the dtype of x before it is scaled, or with `round_last` after it.
+    Without a name it has no weights.
     """
 
     def __init__(
         self,
         make: MakeParam,
-        name: str,
+        name: str | None,
         dim: int,
         *,
         eps: float,
@@ -30,10 +31,12 @@ class RMSNorm(nnx.Module):
     ):
         self.eps, self.unit_offset, self.round_last = eps, unit_offset, round_last
         init = "zeros" if unit_offset else "ones"
-        self.w = nnx.data(make(f"{name}.weight", (dim,), (axis,), init=init))
+        self.w = nnx.data(name and make(f"{name}.weight", (dim,), (axis,), init=init))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         normed = unit_rms(x, self.eps)
+        if self.w is None:
+            return normed.astype(x.dtype)
         if self.unit_offset:  # Gemma scales before rounding, other families after
             return (normed * (1.0 + self.w.astype(jnp.float32))).astype(x.dtype)
         if self.round_last:
@@ -66,11 +69,22 @@ class LayerNorm(nnx.Module):
         return scaled.astype(x.dtype)
 
 
-def make_norm(make: MakeParam, name: str, cfg: DecoderConfig) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream."""
+def make_norm(
+    make: MakeParam,
+    name: str,
+    cfg: DecoderConfig,
+    *,
+    eps: float | None = None,
+    unit_offset: bool | None = None,
+) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream, as the config says where the arguments are None."""
+    eps = cfg.norm_eps if eps is None else eps
     if cfg.layer_norm:
-        return LayerNorm(make, name, cfg.D, eps=cfg.norm_eps, bias=cfg.norm_bias)
-    return RMSNorm(make, name, cfg.D, **rms_options(cfg))
+        return LayerNorm(make, name, cfg.D, eps=eps, bias=cfg.norm_bias)
+    how = rms_options(cfg) | dict(eps=eps)
+    if unit_offset is not None:
+        how |= dict(unit_offset=unit_offset)
+    return RMSNorm(make, name, cfg.D, **how)
 
 
 def rms_options(cfg: DecoderConfig) -> dict[str, Any]:

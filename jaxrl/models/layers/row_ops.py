@@ -53,6 +53,10 @@ class RowOps(Protocol):
         """
         ...
 
+    def convolve(self, x, w, index, state) -> tuple[jax.Array, Any]:
+        """Causal depthwise convolution of x [B, T, N, H] with the taps w [N, H, W]."""
+        ...
+
 
 @struct.dataclass
 class LayerPlace:
