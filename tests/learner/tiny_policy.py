@@ -57,7 +57,7 @@ HYBRID = dataclasses.replace(
     norm_eps=1e-3,
     layers=(DELTA, MODEL.layers[0], DELTA),
 )
-# Keys and values of all heads come from one latent per token; values are narrower than keys.
+# Keys and values of all heads are computed from one latent per token. Keys are wider than values.
 LATENT = dataclasses.replace(
     MODEL,
     family="deepseek_v3",

@@ -6,7 +6,7 @@ Definition: transformers' model type `glm4_moe_lite`.
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig, MLPConfig
-from jaxrl.models.families import deepseek_v3, entries, fields, glm4_moe, latent
+from jaxrl.models.families import deepseek, entries, fields, glm4_moe, latent
 
 DENSE, SPARSE = "dense", "sparse"
 ENTRIES = entries.Entries(
@@ -14,8 +14,8 @@ ENTRIES = entries.Entries(
     read=entries.READ
     | latent.READ
     | {"hidden_act", "mlp_layer_types", *glm4_moe.DRAFTER_LAYERS, *glm4_moe.EXPERTS},
-    neutral=deepseek_v3.NEUTRAL,
-    neutral_at=deepseek_v3.ONLY,
+    neutral=deepseek.NEUTRAL,
+    neutral_at=deepseek.ONLY,
 )
 DEFAULTS: dict[str, Any] = dict(  # those of transformers
     q_lora_rank=768,

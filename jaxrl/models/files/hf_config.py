@@ -10,7 +10,7 @@ from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
     cohere2,
-    deepseek_v3,
+    deepseek,
     exaone4,
     gemma,
     gemma2,
@@ -63,7 +63,7 @@ FAMILIES = {
     "glm4_moe": glm4_moe,
     "gpt_oss": gpt_oss,
     "glm4_moe_lite": glm4_moe_lite,
-    "deepseek_v3": deepseek_v3,
+    "deepseek_v3": deepseek,
     "mixtral": mixtral,
     "olmo2": olmo2,
     "olmo3": olmo3,
