@@ -239,8 +239,12 @@ def _of_layer(stack: Tree, layer: jax.Array | None) -> Tree:
 
 @jax.custom_vjp
 def expert_rows(of_experts: Float[Array, "E F"], slots: Int[Array, "m"]) -> Float[Array, "m F"]:
-    """The row of each slot's expert; slots of E have any row. The gradient sums in float32."""
-    return of_experts[jnp.minimum(slots, len(of_experts) - 1)]
+    """The row of each slot's expert; zeros for slots of E, which have no expert here.
+
+    The gradient sums in float32.
+    """
+    rows = of_experts[jnp.minimum(slots, len(of_experts) - 1)]
+    return jnp.where((slots < len(of_experts))[:, None], rows, 0)
 
 
 def _expert_rows_backward(saved, grad):
