@@ -12,8 +12,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 MEMORY_PAGE = ROOT / "docs" / "concepts" / "memory.md"
 NEW = {"kernels", "calibrated_s", "calibrated_step_s", "n_processes"}  # keys that OLD have not
 OLD = {
-    "boba_1p5b.h100-8",
-    "boba_7b.h100-64",
     "boba_7b.v5p-4x4x4",
     "grpo_1p5b.v5e-2x4",
     "grpo_1p5b_h100.h100-1",
