@@ -23,7 +23,6 @@ OLD = {
     "grpo_7b.v5e-2x4",
     "grpo_7b.v5p-4x4x4",
     "grpo_7b_h100.h100-64",
-    "grpo_llama_70b_longctx.h100-64",
     "grpo_qwen3_5_35b_a3b.v5p-4x4x4",
     "grpo_qwen3_5_35b_a3b_h100.h100-64",
     "grpo_qwen3_5_35b_a3b_lora.h100-8",
