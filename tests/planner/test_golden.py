@@ -14,7 +14,6 @@ NEW = {"kernels", "calibrated_s", "calibrated_step_s", "n_processes"}  # keys th
 OLD = {
     "boba_7b.v5p-4x4x4",
     "grpo_1p5b.v5e-2x4",
-    "grpo_1p5b_h100.h100-1",
     "grpo_30b_a3b.v5p-4x4x4",
     "grpo_30b_a3b_h100.h100-64",
     "grpo_70b_longctx.v5p-4x4x4",
