@@ -66,7 +66,7 @@ def stored(name: str) -> Stored:
     [
         ("boba_7b.h100-64", 0.9),
         ("grpo_1p5b.v5e-2x4", 1.0),
-        ("grpo_1p5b_h100.h100-1", 1.0),
+        ("grpo_1p5b_h100.h100-1", 1.1),
         ("grpo_30b_a3b.v5p-4x4x4", 1.0),
         ("grpo_70b_longctx.v5p-4x8x8", 1.1),
         ("grpo_7b.h100-1", 1.25),
