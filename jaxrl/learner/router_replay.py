@@ -42,7 +42,7 @@ def _automatic(cfg: RunConfig, decoder: DecoderConfig, platform: str) -> tuple[s
 
 
 def rollout_differences(cfg: RunConfig, platform: str) -> list[str]:
-    """What lets the rollout choose other experts than training: devices, dtypes, weights."""
+    """Settings with which the rollout may choose other experts than training."""
     rollout, schedule = cfg.rollout, cfg.schedule
     found = [] if platform == "cpu" else [f"rollout and training have other kernels on {platform}"]
     settings = {

@@ -60,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("case", graded(CASES, default=["decode and mixed prefill"]))
+@pytest.mark.parametrize("case", graded(CASES))
 def test_recorded_experts_are_those_of_the_trainer(case, one_device):
     settings, sampling = CASES[case]
     params, requests = make_params(CFG), make_requests(4, max_tokens=12, **sampling)
