@@ -2,15 +2,14 @@
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from jaxrl.planner.chips import CHIPS
-from jaxrl.planner.compilation import compile_programs
+from jaxrl.planner.compilation import Program, compile_programs
 from jaxrl.planner.option_trials import try_options
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.programs import OfflineWorkload, PlannedProgram
+from jaxrl.planner.programs import OfflineWorkload, PlannedProgram, RunPrograms
 from jaxrl.planner.report import trials_text
 from jaxrl.planner.search import estimate, plan_candidate
 from jaxrl.planner.topology import Topology, topology
@@ -114,10 +113,10 @@ def test_programs_that_do_not_read_the_options_are_not_compiled_again(one_device
     def fail():
         raise AssertionError("lowered again")
 
-    table = {"decode": PlannedProgram(fail, "rollout", ())}
-    programs: Any = SimpleNamespace(cfg=run(), table=table)
-    known: Any = {"decode": "compiled"}
-    assert compile_programs(programs, LENGTHS, machine(), known=known) == known
+    programs = object.__new__(RunPrograms)
+    vars(programs).update(cfg=run(), table={"decode": PlannedProgram(fail, "rollout", ())})
+    known = {"decode": object.__new__(Program)}
+    assert compile_programs(programs, LENGTHS, machine(), known=known)["decode"] is known["decode"]
 
 
 @pytest.mark.slow
