@@ -28,10 +28,11 @@ from jaxrl.planner.chips import split_name
 from jaxrl.planner.compare import comparison_text
 from jaxrl.planner.compilation import ProgramTooLarge
 from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.option_trials import try_options
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.remedies import remedies_text
-from jaxrl.planner.report import search_text, show
+from jaxrl.planner.report import search_text, show, trials_text
 from jaxrl.planner.saved_plan import check_config, read_plan
 from jaxrl.planner.schedules.lengths import simulated_lengths
 from jaxrl.planner.schedules.report import simulate_text
@@ -137,7 +138,9 @@ def _search(job: Job, options: dict[str, str]) -> Plan | None:
     """The best plan of a search, whose candidates it prints; None if no program compiled."""
     n = int(options["search"] or FINALISTS)
     found = search(job, finalists=n, on_start=_report_progress)
-    print(search_text(found, job.cfg), file=sys.stderr if _prints_json(options) else sys.stdout)
+    found, trials = try_options(job, found, on_start=_report_progress)
+    text = f"{search_text(found, job.cfg)}\n{trials_text(trials, found[0][1])}"
+    print(text, file=sys.stderr if _prints_json(options) else sys.stdout)
     return found[0][1]
 
 

@@ -229,7 +229,8 @@ class TrainState:
     """The state that an update changes. The rollout engine reads the same `params` tree."""
 
     params: Tree  # compute dtype
-    opt_state: Tree  # moments, and float32 master weights if params are narrower
+    # Moments, and float32 master weights if params are narrower; a FlatTree after an update.
+    opt_state: Tree
     step: Array  # int32 [], optimizer steps taken
     ref: Tree = None  # only in checkpoints: the reference model, if the run refreshes it
     critic: Tree = None  # only in checkpoints: the state of a separate critic

@@ -4,10 +4,11 @@
 
 Calls functions with the arguments and results of scoring, of adding a micro-batch's gradients and
 of an optimizer step, but without their computation, so that the time is that of the dispatch: by
-`jax.jit` with trees, and by `FlatProgram` with flat lists, as the learner calls them. Times are
-those of the calling thread, medians over calls of both in turn. Format of a line:
+`jax.jit` with trees, by `FlatProgram` with flat lists, as the learner calls them, and by `jax.jit`
+with lists of arrays, which is the least that JAX needs. Times are those of the calling thread,
+medians over calls of all in turn, and the fastest call. Format of a line:
 
-    NAME  ARRAYS arrays  trees MILLISECONDS ms  flat MILLISECONDS ms  RATIO x
+    NAME  ARRAYS arrays  trees MEDIAN (FASTEST) ms  flat ...  lists ...  TREES/FLAT x  FLAT/LISTS x
 """
 
 import argparse
@@ -79,9 +80,14 @@ def measure(n_calls: int, name: str, function: Callable, *args: Any) -> None:
     def copy() -> list[Any]:
         return [copy_tree(arg) for arg in args]
 
+    def on_lists(*args: list[jax.Array]) -> Any:
+        return jax.tree.leaves(function(*map(jax.tree.unflatten, structures, args)))
+
+    structures = list(map(jax.tree.structure, args))
     calls = {
         "trees": (jax.jit(function, **options), copy()),
         "flat": (FlatProgram(returns_flat, **options), list(map(flatten, copy()))),
+        "lists": (jax.jit(on_lists, **options), list(map(jax.tree.leaves, copy()))),
     }
     times: dict[str, list[float]] = {form: [] for form in calls}
     for _ in range(n_calls + 5):
@@ -91,11 +97,12 @@ def measure(n_calls: int, name: str, function: Callable, *args: Any) -> None:
             times[form].append(time.thread_time() - start)
             jax.block_until_ready(result)
             given[1] = result if donates else given[1]
-    trees, flat = (1e3 * statistics.median(found[5:]) for found in times.values())
-    n_arrays = len(jax.tree.leaves(args))
+    medians = {form: 1e3 * statistics.median(found[5:]) for form, found in times.items()}
+    shown = (f"{form} {medians[form]:.2f} ({1e3 * min(times[form][5:]):.2f}) ms" for form in times)
+    trees, flat, lists = medians.values()
     print(
-        f"{name:11}{n_arrays:5} arrays  trees {trees:6.2f} ms  flat {flat:6.2f} ms  "
-        f"{trees / flat:4.1f} x"
+        f"{name:11}{len(jax.tree.leaves(args)):5} arrays  {'  '.join(shown)}  "
+        f"{trees / flat:.1f} x  {flat / lists:.2f} x"
     )
 
 

@@ -50,8 +50,8 @@ class SimulatedDevice:
     def now(self) -> float:
         return time.thread_time() + self._waited_s
 
-    def decode(self, params, seqs, bucket, *, n_steps, exit_at, adjusted=False):
-        batch = self._runner.decode_batch(seqs, bucket, adjusted=adjusted)
+    def decode(self, params, seqs, bucket, variant, *, n_steps, exit_at):
+        batch = self._runner.decode_batch(seqs, bucket, variant)
         return self._run(seqs, batch, n_steps, exit_at)
 
     def decode_next(self, params, last):

@@ -15,8 +15,9 @@ from jaxrl.config.disk import ADVICE
 from jaxrl.config.packages import install_advice
 from jaxrl.doctor.finding import Finding, checked
 from jaxrl.runtime.compilation import DEFAULT_CACHE, cache_problem, n_cores, nearest_existing
+from jaxrl.runtime.device_memory import jax_share, share_variable
 from jaxrl.runtime.host_memory import physical_memory
-from jaxrl.runtime.start import GPU_MEMORY_SHARE, MEMORY_VARIABLES, has_gpu, installed_plugins
+from jaxrl.runtime.start import has_gpu, installed_plugins
 from jaxrl.runtime.versions import PACKAGES, commit
 
 GIB = 2**30
@@ -87,8 +88,8 @@ def device_findings(backend: str) -> Iterator[Finding]:
         text = f"{min(limits) / GIB:.1f} GiB for JAX per device, {used / GIB:.1f} GiB in use"
         yield Finding("devices", "memory", text)
     if backend == "gpu":
-        name = next((name for name in MEMORY_VARIABLES if os.environ.get(name)), "")
-        share = f"{name}={os.environ[name]}" if name else f"{GPU_MEMORY_SHARE:g}"
+        name = share_variable()
+        share = f"{name}={os.environ[name]}" if name else f"{jax_share():g}"
         yield Finding("devices", "share", f"JAX takes this part of the memory: {share}")
     yield from _unused_accelerator(backend)
 

@@ -21,7 +21,7 @@ from jaxrl.engine.device.batches import (
 )
 from jaxrl.engine.device.decode_loop import DecodeOutput, DecodeRound
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
-from jaxrl.engine.device.model_runner import Dispatch, ModelRunner, in_calls
+from jaxrl.engine.device.model_runner import PLAIN, Dispatch, ModelRunner, Variant, in_calls
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.prefill import PrefillChunk, PrefillWork
 from jaxrl.engine.replicas import ReplicaScheduler
@@ -214,18 +214,18 @@ class PagedEngine:
             done = functools.partial(self._pending.discard, program)
             threads.add(self._lowered(params, [program]), done)
 
-    def _ready(self, kind: str, buckets: tuple[int, ...], **variant: bool) -> list[int]:
+    def _ready(self, kind: str, buckets: tuple[int, ...], variant: Variant = PLAIN) -> list[int]:
         """The buckets of a kind whose programs are not pending."""
-        return [b for b in buckets if Dispatch(kind, b, **variant) not in self._pending]
+        return [b for b in buckets if Dispatch(kind, b, variant) not in self._pending]
 
-    def _variant(self, seqs: list[list[Sequence]]) -> dict[str, bool]:
+    def _variant(self, seqs: list[list[Sequence]]) -> Variant:
         """The variant of the sampling programs that the sequences need."""
         adjusted = adjusted_rows(seqs)
         filters = (seq.request.sampling.filters for own in seqs for seq in own)
         filtered = adjusted or any(filters)
         # The largest program without filters is the last of its variant to be compiled.
         filtered |= not self._ready("decode", self.shapes.decode_buckets[-1:])
-        return {"adjusted": adjusted, "filtered": filtered and bool(self.filters)}
+        return Variant(adjusted, filtered and bool(self.filters))
 
     def lowered(self, params: Tree) -> Iterator[jax.stages.Lowered]:
         """The programs of `warmup`, lowered one by one from (abstract) parameters."""
@@ -343,12 +343,12 @@ class PagedEngine:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
         work, seqs = [p.prefill for p in plans], [p.previously_running for p in plans]
         variant = self._variant(seqs)
-        if not self._ready("mixed", self.shapes.prefill_buckets[-1:], **variant):
+        if not self._ready("mixed", self.shapes.prefill_buckets[-1:], variant):
             self._prefill(params, work)
             return self._decode(params, seqs, n_steps=1)
         self._copy(work)
         rows = self._prefill_rows(work)
-        dispatched = self.runner.mixed(params, rows, seqs, **variant)
+        dispatched = self.runner.mixed(params, rows, seqs, variant)
         self._copy_prefilled(work)
         return dispatched
 
@@ -373,10 +373,10 @@ class PagedEngine:
             # A grammar allows one token per dispatch; the others decode one step meanwhile.
             n_steps = min(n_steps, 1 + self.rollout.spec_tokens)
         n, variant = max(map(len, seqs)), self._variant(seqs)
-        ready = self._ready("decode", self.shapes.decode_buckets, **variant)
+        ready = self._ready("decode", self.shapes.decode_buckets, variant)
         bucket = min(b for b in ready if b >= n)
         exit_at = exit_size(n, self.shapes.decode_buckets, self.scheduler.n_waiting)
-        return self.runner.decode(params, seqs, bucket, n_steps=n_steps, exit_at=exit_at, **variant)
+        return self.runner.decode(params, seqs, bucket, variant, n_steps=n_steps, exit_at=exit_at)
 
     # Results
 
@@ -392,45 +392,28 @@ class PagedEngine:
             raise
 
     def _advance(self, seqs: list[list[Sequence]], output: DecodeOutput) -> list[Generated]:
+        """The tokens of each sequence. Thousands are made per dispatch: arrays are views."""
         self._count(seqs, output)
-        bucket, generated = len(output.tokens) // len(seqs), []
-        n_new, stopped = output.n_new.tolist(), output.stopped.tolist()
+        bucket, generated, scheduler = len(output.tokens) // len(seqs), [], self.scheduler
+        n_new, stopped, views = output.n_new.tolist(), output.stopped.tolist(), output.views()
+        version = scheduler.version
         for r, own in enumerate(seqs):
             for row, seq in enumerate(own, r * bucket):
-                if seq.running and n_new[row]:
-                    new = self._advance_one(r, seq, output, row, n_new[row], stopped[row])
-                    generated.append(new)
+                n = n_new[row]
+                if not (n and seq.running):
+                    continue
+                new, logp, behavior_logp = views[row]
+                finish = "stop" if stopped[row] else "length" if n == seq.remaining else ""
+                error = _grammar_error(seq, new) if seq.allowed is not None and not finish else ""
+                finish = "error" if error else finish
+                slot = scheduler.advance(r, seq, new, finish)
+                support = output.kept_tokens(row, n) if self.keep_support else None
+                experts = output.row_experts(row, n, self.routing) if self.routing else None
+                top = output.top_tokens(row, n) if seq.request.top_logprobs else None
+                # By position, which takes half of the time of names.
+                sampled = slot, new, logp, behavior_logp, finish
+                generated.append(Generated(*sampled, support, experts, top, error, version))
         return generated
-
-    def _advance_one(
-        self,
-        replica: int,
-        seq: Sequence,
-        output: DecodeOutput,
-        row: int,
-        n_new: int,
-        stopped: bool,
-    ) -> Generated:
-        """Thousands are made per dispatch: arrays are views of the output's."""
-        new, error = output.tokens[row, :n_new], ""
-        finish = "stop" if stopped else "length" if n_new == seq.remaining else ""
-        if seq.allowed is not None and not finish:
-            try:
-                seq.follow_grammar(new.tolist())
-            except GrammarError as failed:
-                finish, error = "error", str(failed)
-        return Generated(
-            slot=self.scheduler.advance(replica, seq, new, finish),
-            tokens=new,
-            logp=output.logp[row, :n_new],
-            behavior_logp=output.behavior_logp[row, :n_new],
-            finish=finish,
-            support=output.kept_tokens(row, n_new) if self.keep_support else None,
-            experts=output.row_experts(row, n_new, self.routing) if self.routing else None,
-            top=output.top_tokens(row, n_new) if seq.request.top_logprobs else None,
-            error=error,
-            version=self.scheduler.version,
-        )
 
     def _count(self, seqs: list[list[Sequence]], output: DecodeOutput) -> None:
         """Adds a dispatch to the counters, with queues and pool as they were during its steps."""
@@ -445,3 +428,12 @@ class PagedEngine:
         stats.n_tokens += output.n_tokens
         stats.n_draft_tokens += output.n_draft_tokens
         stats.n_accepted_tokens += output.n_accepted_tokens
+
+
+def _grammar_error(seq: Sequence, new: np.ndarray) -> str:
+    """Finds the tokens that may follow the new ones; the message if the grammar fails."""
+    try:
+        seq.follow_grammar(new.tolist())
+    except GrammarError as failed:
+        return str(failed) or type(failed).__name__
+    return ""

@@ -94,12 +94,13 @@ class ReplicaScheduler:
     def extend(self, n_steps: int) -> bool:
         """Allocates the pages of steps that follow the last plan, if no plan has more to do.
 
-        See `Scheduler.can_extend`. Returns False and changes nothing if there must be a new plan.
+        See `Scheduler.extension`. Returns False and changes nothing if there must be a new plan.
         """
-        if self._new or not all(s.can_extend(n_steps) for s in self.schedulers):
+        found = [pages for s in self.schedulers if (pages := s.extension(n_steps)) is not None]
+        if self._new or len(found) < len(self.schedulers):
             return False
-        for scheduler in self.schedulers:
-            scheduler.extend(n_steps)
+        for scheduler, n_pages in zip(self.schedulers, found, strict=True):
+            scheduler.extend(n_pages)
         return True
 
     def advance(self, replica: int, seq: Sequence, tokens: np.ndarray, finish: str) -> int:

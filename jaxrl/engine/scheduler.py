@@ -68,8 +68,8 @@ class Sequence:
             self.allowed = self._matcher.allowed()
 
     def append(self, tokens: np.ndarray | list[int]) -> None:
-        self._buffer[self.n_tokens : self.n_tokens + len(tokens)] = tokens
-        self.n_tokens += len(tokens)
+        start, self.n_tokens = self.n_tokens, self.n_tokens + len(tokens)
+        self._buffer[start : self.n_tokens] = tokens
 
     def cached_tokens(self) -> np.ndarray:
         """The tokens whose KV must be in the cache before the next decode step."""
@@ -255,18 +255,20 @@ class Scheduler:
         self._stale = plan.full
         return plan
 
-    def can_extend(self, n_steps: int) -> bool:
-        """Whether the running sequences may decode `n_steps` steps without another plan.
+    def extension(self, n_steps: int) -> list[int] | None:
+        """Pages that running sequences need for `n_steps` steps without another plan.
 
         These are counted from the tokens that they have, so that they include the steps of
-        dispatches that were not read yet. No plan may have more to do for waiting sequences, and
-        pages must be free.
+        dispatches that were not read yet. None if a plan may have more to do for waiting sequences,
+        or too few pages are free.
         """
-        return not self._stale and sum(self._missing_pages(n_steps)) <= self.pool.n_free
+        if self._stale or sum(missing := self._missing_pages(n_steps)) > self.pool.n_free:
+            return None
+        return missing
 
-    def extend(self, n_steps: int) -> None:
-        """Allocates the pages of these steps, if `can_extend`."""
-        self._allocate(self._missing_pages(n_steps))
+    def extend(self, n_pages: list[int]) -> None:
+        """Allocates the pages of an `extension`."""
+        self._allocate(n_pages)
         self.ahead = True
 
     def _start_with_one_step(self, plan: DispatchPlan) -> None:

@@ -17,7 +17,7 @@ from jaxrl.learner.optimizers.rounding import round_tree
 from jaxrl.learner.zero import as_sharded
 from jaxrl.models.lora import checkpoint_part, combine, split
 from jaxrl.models.spec import abstract_params
-from jaxrl.runtime.flat_program import FlatTree
+from jaxrl.runtime.flat_program import FlatTree, unflatten
 from jaxrl.types import TrainState, Tree
 from sharding import Rules, is_on_host, on_mesh, restore_memory_space, to_device, to_host
 
@@ -146,7 +146,7 @@ def _step(
 def averaged(state: TrainState) -> Tree:
     """The moving average of the weights, as parameters in the policy's dtype."""
     trained, frozen = split(state.params)
-    average = as_sharded(to_device(state.opt_state.ema), trained)
+    average = as_sharded(to_device(unflatten(state.opt_state).ema), trained)
     return combine(jax.tree.map(lambda p, e: e.astype(p.dtype), trained, average), frozen)
 
 
@@ -174,7 +174,8 @@ def _trained_places(structure: Any) -> tuple[tuple[int, ...], Any]:
 
 def checkpoint_state(state: TrainState) -> TrainState:
     """The state without the parameters that a resumed run reads from the model's folder."""
-    return dataclasses.replace(state, params=checkpoint_part(state.params))
+    params, opt_state = checkpoint_part(state.params), unflatten(state.opt_state)
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def _master_weight(param: jax.Array, *, keep: bool):

@@ -341,7 +341,8 @@ class Update:
             rows = list(correction_places(params.cfg).values())
             moved = moved_corrections(corrections, sums.router, rows, rate=self._bias_rate)
             corrections = jax.tree.map(functools.partial(jnp.where, keep), corrections, moved)
-        return dataclasses.replace(state, params=flatten(state.params)), metrics, corrections
+        flat = TrainState(flatten(state.params), flatten(state.opt_state), state.step)
+        return flat, metrics, corrections
 
 
 def _mesh(params: Tree) -> jax.sharding.Mesh:

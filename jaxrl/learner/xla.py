@@ -13,6 +13,7 @@ from sharding import target_device_kind, target_platform
 CompilerOptions = dict[str, bool | int | str]
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"
+VMEM_LIMIT_KIB = "xla_tpu_scoped_vmem_limit_kib"
 GATHER_FUSION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 # The SparseCores of a chip run its collectives while its TensorCores compute. A gather over devices
 # in a line, a plane or a cube has an option each. v7x does it without them.
@@ -35,6 +36,7 @@ CHIPS = {GATHER_FUSION: (V5E,)} | dict.fromkeys(SPARSE_CORES, WITH_SPARSE_CORES)
 # operands less often: by the compiler's estimate this is the difference between half of the peak
 # rate and nine tenths of it on v6e.
 VMEM_LIMIT = {V5P: 65536, V6E: 98304}
+TRIED_VMEM_LIMITS = (32768, 65536, 98304)  # XLA's default is 16384
 
 # overlap: collectives run concurrently with compute. prefetch: all-gather of the next layer's
 # weights during the current layer (verl: forward prefetch, OpenRLHF: overlap_comm).
@@ -86,7 +88,7 @@ def compiler_options(names: Sequence[str], platform: str, device_kind: str = "")
     """
     options: CompilerOptions = dict(ROUND_AS_WRITTEN)
     if device_kind in VMEM_LIMIT:
-        options["xla_tpu_scoped_vmem_limit_kib"] = VMEM_LIMIT[device_kind]
+        options[VMEM_LIMIT_KIB] = VMEM_LIMIT[device_kind]
     for name in names:
         option, equals, value = name.partition("=")
         if equals:
@@ -103,6 +105,23 @@ def compiler_options(names: Sequence[str], platform: str, device_kind: str = "")
                 f"of {', '.join(SETS)}, or 'xla_option=value'"
             )
     return options
+
+
+def options_to_try(names: Sequence[str], platform: str, device_kind: str) -> list[str]:
+    """Sets and single options that would change the options of `names`; none on CPUs."""
+    limits = [f"{VMEM_LIMIT_KIB}={kib}" for kib in TRIED_VMEM_LIMITS] * (platform == "tpu")
+    present = compiler_options(names, platform, device_kind)
+    return [
+        one
+        for one in (*SETS, *limits)
+        if compiler_options(with_option(names, one), platform, device_kind) != present
+    ]
+
+
+def with_option(names: Sequence[str], new: str) -> tuple[str, ...]:
+    """`names` and a set or option, which replaces another value of that option."""
+    option = new.partition("=")[0]
+    return (*(name for name in names if name.partition("=")[0] != option), new)
 
 
 def check_options(names: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 
@@ -61,8 +62,12 @@ def compile_programs(
     lengths: Lengths,
     machine: Topology,
     on_start: Callable[[str], None] = lambda name: None,
+    known: Mapping[str, Program] = MappingProxyType({}),
 ) -> dict[str, Program]:
     """Compiles all programs for `machine`; `reference` reuses `score` if both exist and are equal.
+
+    `known` are the programs of the same run with another `learner.xla`; those that do not read it
+    are reused.
 
     Raises ProgramTooLarge if the compiler runs out of device memory, ValueError if it does not know
     an option.
@@ -74,6 +79,9 @@ def compile_programs(
     chosen = compiler_options(cfg.learner.xla, machine.platform, kind)
     options = {name: on for name, on in machine.compiler_options.items() if name not in chosen}
     for name, program in table.items():
+        if program.row is None and name in known:
+            compiled[name] = known[name]
+            continue
         same_as_score = cfg.ref == cfg.score and not cfg.algorithm.teacher
         if name == "reference" and "score" in compiled and same_as_score:
             compiled[name] = dataclasses.replace(

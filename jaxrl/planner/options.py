@@ -22,7 +22,8 @@ Compiles the programs of a run for devices that need not be attached, from the m
     --job=NAME             program that the config is for: train (default), sft, dpo, reward_model
     --json                 print one JSON object instead of tables
     --json=FILE            write that object to a file, and print the tables
-    --search[=N]           try meshes, token budgets and remat policies; compile until N (4) fit
+    --search[=N]           try meshes, token budgets and remat policies; compile until N (4) fit,
+                           then the best with up to 6 compiler options
     --compare A B          print the numbers in which two plans differ (files with --json output)
 
 Simulates schedules of rollout and training (sync, partial, async) from the plan's lower bounds:

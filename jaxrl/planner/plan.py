@@ -141,13 +141,15 @@ def make_plan(
     role_decoders: Mapping[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
     lengths: Lengths | None = None,
+    like: Plan | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Plan:
     """Compiles the run's programs for `machine` and plans its memory and time.
 
     `role_decoders` and `workload` are as in `run_programs`. `lengths` are those of an average
-    sequence (default: the maxima). Raises ValueError if the mesh does not match the number of
-    devices or does not divide the model.
+    sequence (default: the maxima). `like` is a plan of the same run with another `learner.xla`: its
+    programs that do not read that are not compiled again. Raises ValueError if the mesh does not
+    match the number of devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     devices, rollout = sides(cfg, machine)
@@ -156,7 +158,8 @@ def make_plan(
     with jax.set_mesh(mesh):
         memory_bytes = machine.chip.memory_bytes
         run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
-        programs = compile_programs(run, lengths, machine, on_start)
+        known = {} if like is None else like.programs
+        programs = compile_programs(run, lengths, machine, on_start, known)
     return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
 
 

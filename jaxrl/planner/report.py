@@ -11,6 +11,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.planner.call_times import compiler_seconds, roofline, serial
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program
+from jaxrl.planner.option_trials import OptionTrial
 from jaxrl.planner.pipeline import PipelinePlan
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.program_numbers import program_numbers
@@ -203,6 +204,26 @@ def search_text(found: list[tuple[Candidate, Plan | None]], cfg: RunConfig) -> s
             f"{best.slowdown:.0%} more than that of the fastest settings on devices of any memory"
         )
     return "\n".join(lines)
+
+
+def trials_text(trials: list[OptionTrial], best: Plan | None) -> str:
+    """The compiler options that were tried for the best candidate, and what they changed."""
+    if best is None or not best.fits:
+        return "compiler options were not tried: no candidate fits"
+    if not trials:
+        return f"compiler options were not tried: jaxrl knows no further ones for {best.chip.name}"
+    lines = ["compiler options of the best candidate, each with those that were kept before it:"]
+    return "\n".join([*lines, *map(_trial_text, trials)])
+
+
+def _trial_text(trial: OptionTrial) -> str:
+    name = f"  learner.xla={trial.option}:"
+    if trial.error:
+        return f"{name} not compiled: {trial.error}"
+    change = f"{trial.after_s / trial.before_s - 1:+.1%}"
+    verdict = "kept" if trial.kept else "left out" if trial.fits else "left out, does not fit"
+    before, after = map(format_seconds, (trial.before_s, trial.after_s))
+    return f"{name} {before} -> {after} ({change}), {verdict}"
 
 
 def _programs(plan: Plan, with_compile_s: bool) -> Table:

@@ -56,6 +56,7 @@ class Candidate:
     release_kv: bool
     bytes: float  # peak per device, without KV pages
     step_s: float
+    xla: tuple[str, ...] | None = None  # learner.xla; None = the config's
     # Estimated step time relative to the fastest settings of any memory, minus 1; set by `search`.
     slowdown: float = 0.0
 
@@ -71,13 +72,11 @@ class Candidate:
             if axis == "fsdp" or size != getattr(cfg.mesh, axis)
         }
         always = ("token_budget", "remat")
-        others = "offload", "zero", "mlp_chunk", "pipeline_schedule"
+        others = "offload", "zero", "mlp_chunk", "pipeline_schedule", "xla"
         for name in (*always, *others):
             value = getattr(new.learner, name)
             if name in always or value != getattr(cfg.learner, name):
-                keys[f"learner.{name}"] = value
-        if (offload := keys.get("learner.offload")) is not None:
-            keys["learner.offload"] = ",".join(offload) or "()"
+                keys[f"learner.{name}"] = _text(value) if isinstance(value, tuple) else value
         if self.rollout_tensor and self.rollout_tensor != (
             cfg.rollout.tensor or self.mesh.get("tensor", 1)
         ):
@@ -97,12 +96,18 @@ class Candidate:
             zero=self.zero,
             mlp_chunk=self.mlp_chunk,
             pipeline_schedule=self.pipeline_schedule,
+            xla=cfg.learner.xla if self.xla is None else self.xla,
         )
         mesh = MeshConfig(**{"fsdp": 1} | self.mesh)
         tensor = self.rollout_tensor or cfg.rollout.tensor
         release_kv = cfg.rollout.release_kv or self.release_kv
         rollout = dataclasses.replace(cfg.rollout, tensor=tensor, release_kv=release_kv)
         return dataclasses.replace(cfg, mesh=mesh, learner=learner, rollout=rollout)
+
+
+def _text(values: tuple[str, ...]) -> str:
+    """The value of an option of the command line."""
+    return ",".join(values) or "()"
 
 
 def search(
@@ -118,8 +123,7 @@ def search(
     large to compile. Raises ValueError if no candidate is left.
     """
     cfg, machine = job.cfg, job.machine
-    learner = dataclasses.replace(cfg.learner, halvings=0)
-    job = dataclasses.replace(job, cfg=dataclasses.replace(cfg, learner=learner))
+    job = _with_one_shape(job)
     ranked = sorted(candidates(job), key=lambda c: (round(c.step_s, 6), c.bytes))
     ranked = [dataclasses.replace(c, slowdown=c.step_s / ranked[0].step_s - 1) for c in ranked]
     fitting = [c for c in ranked if c.bytes < machine.chip.memory_bytes]
@@ -160,16 +164,31 @@ def varied_first(ranked: Sequence[Candidate]) -> list[Candidate]:
 
 def _compiled(job: Job, candidate: Candidate) -> Plan | None:
     try:
-        return make_plan(
-            candidate.apply(job.cfg),
-            job.decoder,
-            job.machine,
-            role_decoders=job.role_decoders,
-            workload=job.workload,
-            lengths=job.lengths,
-        )
+        return plan_candidate(job, candidate)
     except ProgramTooLarge:
         return None
+
+
+def plan_candidate(job: Job, candidate: Candidate, like: Plan | None = None) -> Plan:
+    """The compiled plan of a candidate; `like` is one of the same settings with other `xla`.
+
+    Raises ProgramTooLarge.
+    """
+    return make_plan(
+        candidate.apply(_with_one_shape(job).cfg),
+        job.decoder,
+        job.machine,
+        role_decoders=job.role_decoders,
+        workload=job.workload,
+        lengths=job.lengths,
+        like=like,
+    )
+
+
+def _with_one_shape(job: Job) -> Job:
+    """The job with micro-batches of the whole token budget only."""
+    learner = dataclasses.replace(job.cfg.learner, halvings=0)
+    return dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, learner=learner))
 
 
 def candidates(job: Job) -> Iterator[Candidate]:

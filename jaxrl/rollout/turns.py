@@ -189,9 +189,12 @@ class ActiveTurns[O]:
         ended = []
         for generated in self.engine.generate(params):
             turn = self.in_engine[generated.slot]
+            response = turn.response
             self.n_tokens += len(generated.tokens)
-            self._append(turn, generated)
-            if turn.response.ended:
+            response.append(generated)
+            if turn.stop:
+                self._stop_at_text(turn, len(generated.tokens))
+            if response.finish:
                 del self.in_engine[generated.slot]
                 if not generated.finish:
                     self.engine.free(generated.slot)
@@ -220,13 +223,10 @@ class ActiveTurns[O]:
             self.engine.free(slot)
         return self.in_engine.pop(slot)
 
-    def _append(self, turn: ActiveTurn[O], generated: Generated) -> None:
-        """Appends the tokens of one dispatch, up to the token that completes a stop string."""
+    def _stop_at_text(self, turn: ActiveTurn[O], n_new: int) -> None:
+        """Ends a response at the token that completes a stop string, if one of the last does."""
         response = turn.response
-        response.append(generated)
-        if not turn.stop:
-            return
-        n_old = len(response.tokens) - len(generated.tokens)
+        n_old = len(response.tokens) - n_new
         end = stop_string_end(response.tokens, n_old, turn.stop, self.decode)
         if end is not None:
             response.cut(end)

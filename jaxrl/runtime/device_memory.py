@@ -14,8 +14,13 @@ def jax_share() -> float:
     """The part of a device's memory that JAX takes. Less than 1 on GPUs."""
     if jax.default_backend() != "gpu":
         return 1.0
-    texts = [text for name in MEMORY_VARIABLES if (text := os.environ.get(name))]
-    return float(texts[0]) if texts else JAX_SHARE
+    name = share_variable()
+    return float(os.environ[name]) if name else JAX_SHARE
+
+
+def share_variable() -> str:
+    """The environment variable that sets JAX's part of a GPU's memory; "" if none does."""
+    return next((name for name in MEMORY_VARIABLES if os.environ.get(name)), "")
 
 
 def whole_bytes(stats: Mapping[str, int]) -> float:

@@ -47,8 +47,7 @@ CASES = {case["name"]: case for case in json.loads((GOLDEN / "configs.json").rea
 LENGTH, SHOWN = 24, [6, 14, 23]
 FAMILY_TYPES = {name: name for name in FAMILIES}
 FAMILY_TYPES |= {
-    name: f"{name}_text"
-    for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "muse_glimmer")
+    name: f"{name}_text" for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "muse_glimmer")
 }
 # transformers has no text-only class of muse_glimmer, and none is drawn of gemma4.
 UNDRAWN = ("muse_glimmer_text", "gemma4_text")

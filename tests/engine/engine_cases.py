@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
-from jaxrl.engine.device.model_runner import COPIES, COPIES_PER_CALL, Dispatch
+from jaxrl.engine.device.model_runner import COPIES, COPIES_PER_CALL, Dispatch, Variant
 from jaxrl.engine.device.sampling import FILTERS
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.logprob import token_scores
@@ -235,8 +235,8 @@ def record_dispatches(engine: PagedEngine) -> set[Dispatch]:
         run = getattr(runner, kind)
 
         def recorded(*args, **options):
-            variant = {name: options[name] for name in ("adjusted", "filtered") if name in options}
-            found.add(Dispatch(kind, bucket(args), **variant))
+            variant = [arg for arg in args if isinstance(arg, Variant)]
+            found.add(Dispatch(kind, bucket(args), *variant))
             return run(*args, **options)
 
         setattr(runner, kind, recorded)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.device import programs
-from jaxrl.engine.device.model_runner import Dispatch
+from jaxrl.engine.device.model_runner import FILTERED, Dispatch
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.models.packed import forward_packed
 from jaxrl.runtime.compilation import CompileThreads
@@ -327,9 +327,9 @@ def test_only_batches_with_a_filter_use_the_programs_with_filters(llama):
     filtering = dataclasses.replace(plain, sample=1, sampling=SamplingConfig(top_k=2))
     dispatched = record_dispatches(engine)
     alone = run(engine, params, [plain])
-    assert not any(one.filtered for one in dispatched)
+    assert not any(one.variant.filtered for one in dispatched)
     assert run(engine, params, [plain, filtering])[:1] == alone
-    assert any(one.filtered for one in dispatched)
+    assert any(one.variant.filtered for one in dispatched)
     engine = make_engine(cfg, filters=("top_p",))
     with pytest.raises(ValueError, match="without the sampling filter top_k"):
         engine.submit(filtering)
@@ -347,7 +347,7 @@ def test_requests_are_served_before_all_programs_are_compiled(llama):
     assert used == {
         Dispatch("prefill", 2),
         Dispatch("copy_pages", 16),
-        Dispatch("decode", engine.shapes.decode_buckets[-1], filtered=True),  # serves all requests
+        Dispatch("decode", engine.shapes.decode_buckets[-1], FILTERED),  # serves all requests
     }
     with CompileThreads() as threads:
         engine.compile_pending(on_mesh(params, jax.sharding.get_mesh()), threads)

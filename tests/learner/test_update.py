@@ -14,8 +14,10 @@ import pytest
 from jaxrl.data.packing import gather, pack
 from jaxrl.learner.policy_objective import Coefs
 from jaxrl.learner.requirements import kl_in_loss
+from jaxrl.learner.state import checkpoint_state
 from jaxrl.learner.step import put_batch
 from jaxrl.models.packed import forward_packed
+from jaxrl.runtime.flat_program import FlatTree, unflatten
 from jaxrl.types import TokenSets
 from sharding import RING, copy_tree, make_mesh
 from sharding.rules import TRAIN
@@ -302,6 +304,18 @@ def test_the_old_state_is_donated_and_copies_of_it_survive(one_device):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, reference)))
 
 
+def test_the_optimizer_state_is_flat_after_an_update_and_whole_in_a_checkpoint(one_device):
+    cfg = run_config()
+    state, (_, update, _) = new_state(cfg), programs(cfg)
+    structure, n_compiled = jax.tree.structure(checkpoint_state(state)), []
+    for _ in range(2):
+        state, _ = update.update(state, batches(ROLLOUTS, **ONE))
+        n_compiled.append(update.n_compiled)
+    assert n_compiled[0] == n_compiled[1]
+    assert isinstance(state.opt_state, FlatTree)
+    assert jax.tree.structure(checkpoint_state(state)) == structure
+
+
 def test_a_non_finite_loss_is_reported_and_leaves_the_state_unchanged(one_device):
     cfg = run_config(old_logp="rollout", entropy_coef=0.01, log_ratio_clamp=0.0)
     state, (_, update, _) = new_state(cfg), programs(cfg)
@@ -312,7 +326,7 @@ def test_a_non_finite_loss_is_reported_and_leaves_the_state_unchanged(one_device
     )  # exp overflows
     state, metrics = update.update(state, [overflowing])
     assert metrics["optim/nonfinite"] == 1.0
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    jax.tree.map(np.testing.assert_array_equal, unflatten(jax.device_get(state)), before)
     state, metrics = update.update(state, [batch])
     assert metrics["optim/nonfinite"] == 0.0
     assert int(state.step) == 1

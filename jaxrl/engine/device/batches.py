@@ -280,7 +280,8 @@ def decode_tables(
         for rows, own in zip(table, by_replica, strict=True):
             if own:
                 found = [seq.tables.get(window, none) for seq in own]
-                np.stack(found, out=rows[: len(own)])
+                # As np.stack, which calls Python for every array.
+                np.concatenate(found, out=rows[: len(own)].reshape(-1))
     return {window: table.reshape(-1, shape[-1]) for window, table in tables.items()}
 
 

@@ -319,6 +319,16 @@ class DecodeOutput:
     def n_tokens(self) -> int:
         return int(self.n_new.sum())
 
+    def views(self) -> list[tuple[np.ndarray, ...]]:
+        """(tokens, logp, behavior_logp) of each row, without what follows its last token."""
+        width = self.tokens.shape[1]
+        # Iterating over rows makes a view in a third of the time of an index.
+        rows = zip(self.tokens, self.logp, self.behavior_logp, strict=True)
+        return [
+            row if n == width else tuple([values[:n] for values in row])
+            for n, row in zip(self.n_new.tolist(), rows, strict=True)
+        ]
+
     def top_tokens(self, row: int, n: int) -> TopTokens | None:
         """The most likely tokens at the first `n` positions of a row."""
         if self.top is None:

@@ -40,13 +40,22 @@ COPIES_PER_CALL = 16  # pages or states copied by one call
 COPIES = ("copy_pages", "copy_states")
 
 
+class Variant(NamedTuple):
+    """What a program that samples can do."""
+
+    adjusted: bool = False  # with adjustments
+    filtered: bool = False  # with sampling filters
+
+
+PLAIN, FILTERED = Variant(), Variant(filtered=True)
+
+
 class Dispatch(NamedTuple):
     """A program of the engine: its kind, and the rows or sequences that it takes."""
 
     kind: str  # prefill, mixed, copy_pages, copy_states or decode
     bucket: int
-    adjusted: bool = False  # with adjustments
-    filtered: bool = False  # with sampling filters
+    variant: Variant = PLAIN
 
 
 class ModelRunner:
@@ -136,24 +145,21 @@ class ModelRunner:
         params: Tree,
         rows: list[list[PrefillChunk]],
         seqs: list[list[Sequence]],
-        *,
-        adjusted: bool = False,
-        filtered: bool = False,
+        variant: Variant = PLAIN,
     ) -> DecodeRound:
         """Prefill rows and one decode step of `seqs` in one dispatch.
 
-        Uses the largest buckets only: only long prompts are worth mixing with decode. `adjusted`
-        and `filtered` as in `decode`.
+        Uses the largest buckets only: only long prompts are worth mixing with decode.
         """
         bucket = self.shapes.prefill_buckets[-1]
         prefilled = self._prefill_batch(rows, bucket)
         size = self.shapes.decode_buckets[-1]
-        batch = self.decode_batch(seqs, size, adjusted=adjusted, filtered=filtered)
+        batch = self.decode_batch(seqs, size, variant)
         with self._call():
             self._cache, out = self._programs["mixed"](
                 self._flat(params), self.allocated_cache(), prefilled, batch
             )
-        return DecodeRound(seqs, batch, out, adjusted=adjusted)
+        return DecodeRound(seqs, batch, out, adjusted=variant.adjusted)
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
@@ -181,20 +187,16 @@ class ModelRunner:
         params: Tree,
         seqs: list[list[Sequence]],
         bucket: int,
+        variant: Variant = PLAIN,
         *,
         n_steps: int,
         exit_at: int,
-        adjusted: bool = False,
-        filtered: bool = False,
     ) -> DecodeRound:
-        """Up to `n_steps` decode steps, until `exit_at` or fewer sequences of a replica run.
-
-        `adjusted` and `filtered` select the program with adjustments and with filters.
-        """
-        batch = self.decode_batch(seqs, bucket, adjusted=adjusted, filtered=filtered)
+        """Up to `n_steps` decode steps, until `exit_at` or fewer sequences of a replica run."""
+        batch = self.decode_batch(seqs, bucket, variant)
         with self._call():
             batch = self._with_state(batch, jax.sharding.get_mesh(), _put)
-            return self._decode(params, seqs, batch, n_steps, exit_at, adjusted)
+            return self._decode(params, seqs, batch, n_steps, exit_at, variant.adjusted)
 
     def decode_next(self, params: Tree, last: DecodeRound) -> DecodeRound:
         """Dispatches as many steps after a round that was not read yet, for the same rows.
@@ -254,12 +256,11 @@ class ModelRunner:
         adjustments have the filters, too.
         """
         shapes, filtered = self.shapes, bool(self._filters)
-        variants = dict.fromkeys([(False, False), (False, filtered)])
-        variants = [*variants, (True, filtered)] if adjustable else [*variants]
+        variants = [PLAIN] + [FILTERED] * filtered + [Variant(True, filtered)] * adjustable
         prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
         longest = shapes.prefill_buckets[-1]
-        mixed = [Dispatch("mixed", longest, *v) for v in variants if shapes.mixed]
-        decode = [Dispatch("decode", b, *v) for v in variants for b in shapes.decode_buckets]
+        mixed = [Dispatch("mixed", longest, v) for v in variants if shapes.mixed]
+        decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
         kinds = COPIES if shapes.states else COPIES[:1]
         copies = [Dispatch(kind, COPIES_PER_CALL) for kind in kinds]
         return [*prefill, *mixed, *copies, *decode]
@@ -267,7 +268,7 @@ class ModelRunner:
     def suffices(self, program: Dispatch) -> bool:
         """Whether it is one of the programs that serve every request, if slowly."""
         shapes = self.shapes
-        if program.kind == "decode" and program.filtered != bool(self._filters):
+        if program.kind == "decode" and program.variant.filtered != bool(self._filters):
             return False  # the program with filters serves requests without any, too
         buckets = {
             "prefill": shapes.prefill_buckets[0],
@@ -279,8 +280,7 @@ class ModelRunner:
 
     def run_on_padding(self, params: Tree, program: Dispatch) -> None:
         """Runs a program without rows, which compiles it if it is not compiled yet."""
-        (kind, bucket, *variant), none = program, self._no_rows
-        adjusted, filtered = variant
+        (kind, bucket, variant), none = program, self._no_rows
         if kind == "prefill":
             self.prefill(params, none, bucket)
         elif kind == "copy_pages":
@@ -288,16 +288,16 @@ class ModelRunner:
         elif kind == "copy_states":
             self.copy_states(none)
         elif kind == "mixed":
-            self.read(self.mixed(params, none, none, adjusted=adjusted, filtered=filtered))
+            self.read(self.mixed(params, none, none, variant))
         else:
-            variant = {"adjusted": adjusted, "filtered": filtered}
-            self.read(self.decode(params, none, bucket, n_steps=0, exit_at=0, **variant))
+            self.read(self.decode(params, none, bucket, variant, n_steps=0, exit_at=0))
 
     def lower_largest(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
         """`lower` of the largest program of a kind, for rollouts: without adjustments."""
         buckets = self.shapes.decode_buckets if kind == "decode" else self.shapes.prefill_buckets
         bucket = COPIES_PER_CALL if kind in COPIES else buckets[-1]
-        return self.lower(params, n_pages, Dispatch(kind, bucket, filtered=self._filters_rollouts))
+        variant = Variant(filtered=self._filters_rollouts)
+        return self.lower(params, n_pages, Dispatch(kind, bucket, variant))
 
     def lower(self, params: Tree, n_pages: int, program: Dispatch) -> jax.stages.Lowered:
         """Lowers a program.
@@ -315,7 +315,7 @@ class ModelRunner:
 
     def _padding(self, program: Dispatch) -> tuple[Any, ...]:
         """The inputs of a program without rows."""
-        (kind, bucket, adjusted, filtered), none = program, self._no_rows
+        (kind, bucket, variant), none = program, self._no_rows
         if kind in COPIES:
             ids = np.zeros(self.pool.n_replicas * bucket, np.int32)
             by_window = dict.fromkeys(self.shapes.windows, ids)
@@ -324,10 +324,8 @@ class ModelRunner:
             return (self._prefill_batch(none, bucket),)
         if kind == "mixed":
             size = self.shapes.decode_buckets[-1]
-            batch = self.decode_batch(none, size, adjusted=adjusted, filtered=filtered)
-            return self._prefill_batch(none, bucket), batch
-        batch = self.decode_batch(none, bucket, adjusted=adjusted, filtered=filtered)
-        return batch, np.int32(0), np.int32(0)
+            return self._prefill_batch(none, bucket), self.decode_batch(none, size, variant)
+        return self.decode_batch(none, bucket, variant), np.int32(0), np.int32(0)
 
     @property
     def _no_rows(self) -> list[list[Any]]:
@@ -335,15 +333,12 @@ class ModelRunner:
         return [[] for _ in range(self.pool.n_replicas)]
 
     def decode_batch(
-        self,
-        seqs: list[list[Sequence]],
-        bucket: int,
-        *,
-        adjusted: bool = False,
-        filtered: bool = False,
+        self, seqs: list[list[Sequence]], bucket: int, variant: Variant = PLAIN
     ) -> DecodeBatch:
-        filters, ids = self._filters if filtered else (), self._eos_ids
-        return decode_batch(seqs, bucket, self.shapes, ids, adjusted=adjusted, filters=filters)
+        filters = self._filters if variant.filtered else ()
+        return decode_batch(
+            seqs, bucket, self.shapes, self._eos_ids, adjusted=variant.adjusted, filters=filters
+        )
 
     def _prefill_batch(self, rows: list[list[PrefillChunk]], bucket: int) -> PrefillBatch:
         return prefill_batch(pad_replicas(rows, bucket), self.shapes)

@@ -249,10 +249,10 @@ def test_the_engine_samples_from_the_adjusted_logits(llama):
     engine = make_engine(cfg, adjustable=True)
     requests, dispatched = adjusted_requests(), record_dispatches(engine)
     check_results(requests, results(engine, params, requests), params, make_engine(cfg))
-    assert any(one.kind == "decode" and one.adjusted for one in dispatched)
+    assert any(one.kind == "decode" and one.variant.adjusted for one in dispatched)
     dispatched.clear()
     results(engine, params, [requests[0], requests[7]])
-    assert not any(one.adjusted for one in dispatched)
+    assert not any(one.variant.adjusted for one in dispatched)
 
 
 @pytest.mark.thorough
