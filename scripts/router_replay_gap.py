@@ -10,6 +10,7 @@ for which training's router chooses other experts than the rollout.
 
 import argparse
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,12 @@ from jaxrl.models.spec import init_params
 from jaxrl.types import Batch, TrainingSample
 from sharding import DECODE, TRAIN, make_mesh
 
-SHAPE = dict(L=8, D=64, N=4, K=2, H=16, F=96, V=512, E=16, top_k=2, F_expert=32)
+SHAPE: dict[str, Any] = dict(L=8, D=64, N=4, K=2, H=16, F=96, V=512, E=16, top_k=2, F_expert=32)
 MODEL = uniform_decoder("qwen3_moe", **SHAPE, stacked=True, max_len=256)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--response-len", type=int, default=64)
     args = parser.parse_args()

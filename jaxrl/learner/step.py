@@ -42,7 +42,7 @@ from jaxrl.learner.zero import Zero
 from jaxrl.models.lora import split
 from jaxrl.models.router_replay import routing_shape
 from jaxrl.runtime.call_queue import MAX_IN_FLIGHT, CallQueue
-from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
+from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten, unflatten
 from jaxrl.types import Array, Batch, TrainState, Tree
 from sharding import (
     Rules,

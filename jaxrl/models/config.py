@@ -12,14 +12,11 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_kernels
 from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.mla_config import MLAConfig
+from jaxrl.models.rope_config import LONG_ROPE, PLAIN_ROPE, Rope
 from jaxrl.models.shared_kv import SharedKV
 from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 from sharding import Rules
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # of every family
-LONG_ROPE = "longrope"  # Phi-3 and Phi-4-mini
-PROPORTIONAL = "proportional"  # Gemma 4
-NO_ROPE = "none"  # layers whose queries and keys are not rotated
 # Names in files of a layer's norms: before and after the mixer, before and after the ffn.
 NormNames = tuple[str | None, str | None, str | None, str | None]
 # Names in files of an MLP, and of its matrices; the gate's is empty in one without.
@@ -34,32 +31,6 @@ BOTH_NORMS: NormNames = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary embedding of one kind of layer: base period and frequency scaling."""
-
-    theta: float = 10_000.0
-    kind: str = "default"  # one of ROPE_KINDS, LONG_ROPE, PROPORTIONAL or NO_ROPE
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_len: int = 8192  # llama3, yarn, longrope: tokens of the sequences before the extension
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: the transition begins and ends at whole feature pairs
-    attention_factor: float = 1.0  # of rotated queries and of rotated keys
-    short_factor: tuple[float, ...] = ()  # longrope: divisors up to original_len tokens
-    long_factor: tuple[
-        float, ...
-    ] = ()  # longrope: those of longer sequences, which are unsupported
-    rotary: float = 1.0  # share of a head's features, its first ones, that is rotated
-    share: float = 1.0  # proportional: share of the pairs, the first ones, that is rotated
-    interleaved: bool = False  # the features of a pair are adjacent, not half of them apart
-    # Queries at position p are scaled by 1 + query_growth ln(1 + floor(p / original_len)).
-    query_growth: float = 0.0
-    mrope_section: tuple[int, ...] = ()  # pairs by axis of an image; positions of text are equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +71,7 @@ class AttentionConfig:
     N: int
     K: int
     H: int
-    rope: Rope = Rope()
+    rope: Rope = PLAIN_ROPE
     window: int = 0  # visible keys including the token's own; 0 = all
     qkv_bias: bool = False
     o_bias: bool = False
@@ -378,7 +349,7 @@ def uniform_decoder(
     F_expert: int = 0,
     norm_topk: bool = True,
     shared_F: int = 0,
-    rope: Rope = Rope(),
+    rope: Rope = PLAIN_ROPE,
     local_rope: Rope | None = None,
     windows: Sequence[int] = (),
     qkv_bias: bool = False,

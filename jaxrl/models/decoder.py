@@ -81,7 +81,7 @@ class Layer(nnx.Module):
             norm = self.post_shared_norm
             h = h + (shared if norm is None else norm(shared))
         x = self._add(x, h, self.post_mlp_norm)
-        if self.input_gate is not None:
+        if self.input_gate is not None and place.inputs is not None:
             x = x + self.input_gate(x, place.inputs, rules)
         x = x if self.scalar is None else x * self.scalar.astype(x.dtype)
         return x, state, load

@@ -1,4 +1,4 @@
-"""What differs between layers with equal parameters: rotation, window, cache and inputs."""
+"""Values that differ between layers with equal parameters: rotation, window, cache, inputs."""
 
 import dataclasses
 

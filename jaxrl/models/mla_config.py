@@ -2,13 +2,11 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.models.rope_config import Rope
 from sharding import Rules
-
-if TYPE_CHECKING:
-    from jaxrl.models.config import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +22,7 @@ class MLAConfig:
     rotated: int  # features that are
     V: int  # features of a head's value
     latent: int  # features from which keys and values are computed
-    rope: "Rope"
+    rope: Rope
     q_rank: int = 0  # features from which queries are computed; 0: from the layer's input
     bias: bool = False  # of the projections from the layer's input to ranks, and of the output
     mscale_all_dim: float = 0.0  # of a rotary scaling: it scales the scores too

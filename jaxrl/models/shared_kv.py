@@ -49,15 +49,16 @@ class KeptKV:
 
 
 def empty_kv(
-    layers: dict[int, tuple[int, int]], shape: tuple[int, int], dtype: DTypeLike, rules: Rules
+    layers: dict[int, tuple[int, int]], shape: tuple[int, ...], dtype: DTypeLike, rules: Rules
 ) -> KeptKV | None:
     """The state before the first layer, for [B, T] tokens; None if no layer shares its keys.
 
     `layers` are (K, H) of the layers whose keys and values others use.
     """
     spec = rules.spec("batch", "time", "kv_heads", None)
-    kv = {
-        i: tuple(jnp.zeros((*shape, *heads), dtype, out_sharding=spec) for _ in range(2))
-        for i, heads in layers.items()
-    }
+
+    def empty(heads: tuple[int, int]) -> jax.Array:
+        return jnp.zeros((*shape, *heads), dtype, out_sharding=spec)
+
+    kv = {i: (empty(heads), empty(heads)) for i, heads in layers.items()}
     return KeptKV(kv) if kv else None

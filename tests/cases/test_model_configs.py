@@ -19,7 +19,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.families import entries
 from jaxrl.models.families.fields import global_rope
@@ -35,6 +35,7 @@ from jaxrl.models.files.hf_save import in_file_order
 from jaxrl.models.files.safetensors import Tensor
 from jaxrl.models.files.tensor_shapes import expected_shapes
 from jaxrl.models.packed import forward_packed
+from jaxrl.models.rope_config import Rope
 from scripts.pages import model_fields
 from scripts.seeded_weights import seeded_tensor, seeded_tokens
 from sharding import TRAIN

@@ -17,16 +17,12 @@ from jaxrl.engine.device.model_runner import COPIES, COPIES_PER_CALL, Dispatch, 
 from jaxrl.engine.device.sampling import FILTERS
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.logprob import token_scores
-from jaxrl.models.config import (
-    BOTH_NORMS,
-    DecoderConfig,
-    Rope,
-    uniform_decoder,
-)
+from jaxrl.models.config import BOTH_NORMS, DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.families import gemma4, gpt_oss
 from jaxrl.models.families.rotary import GLOBAL, LOCAL
 from jaxrl.models.packed import forward_packed
+from jaxrl.models.rope_config import Rope
 from jaxrl.models.spec import init_params
 from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 from sharding.rules import DECODE, TRAIN, Rules

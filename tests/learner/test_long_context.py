@@ -12,8 +12,9 @@ from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.programs import abstract_batch
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_update
-from jaxrl.models.config import Rope, uniform_decoder
+from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.rope_config import Rope
 from sharding import make_mesh
 from tests.learner.tiny_policy import QUICK_COMPILE
 from tests.models.resized import resized

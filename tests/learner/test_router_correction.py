@@ -49,8 +49,8 @@ def test_the_correction_selects_experts_and_does_not_weight_them(one_device):
     logits = jnp.array([[[0.0, 1.0, 2.0]]])
     bias = jnp.array([1.0, 0.0, 0.0])
     router = RouterConfig(2, "sigmoid", correction=True, scale=2.0)
-    run = jax.jit(functools.partial(route, router=router))
-    _, weights, experts = run(logits, bias)
+    run = jax.jit(functools.partial(route, given=None, router=router))
+    _, weights, experts, _ = run(logits, bias)
     np.testing.assert_array_equal(experts[0, 0], [0, 2])
     # 2 x 0.5 / 1.3808 and 2 x 0.8808 / 1.3808
     np.testing.assert_allclose(weights[0, 0], [0.72422, 1.27578], rtol=1e-4)

@@ -18,7 +18,7 @@ from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.learner.step import make_score, put_batch, take_tokens
 from jaxrl.learner.xla import compiler_options
 from jaxrl.models.config import RouterConfig
-from jaxrl.models.layers.router import replayed_route
+from jaxrl.models.layers.router import route
 from jaxrl.models.packed import forward_routed
 from sharding import PIPELINE, RING, TRAIN, make_mesh
 from tests.learner.tiny_policy import (
@@ -129,7 +129,7 @@ def test_routers_are_float32_and_weights_of_given_experts_sum_to_one(score, one_
     assert "bf16[1,4,4]" not in routed and "f32[1,4,4]" in routed
     logits = jnp.array([[[0.0, 1.0, 2.0, 3.0]]])
     given, bias = jnp.array([[[0, 2]]], jnp.int16), jnp.array([9.0, 9.0, 0.0, 0.0])
-    run = jax.jit(functools.partial(replayed_route, router=layer.cfg))
+    run = jax.jit(functools.partial(route, router=layer.cfg))
     _, weights, experts, changed = run(logits, bias, given)
     s = softmax(np.arange(4.0)) if score == "softmax" else 1 / (1 + np.exp(-np.arange(4.0)))
     np.testing.assert_allclose(weights[0, 0], s[[0, 2]] / s[[0, 2]].sum(), rtol=1e-6)

@@ -21,9 +21,10 @@ from jaxrl.data.packing import pack
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, take_tokens
-from jaxrl.models.config import DecoderConfig, MLAConfig, Rope, uniform_decoder
+from jaxrl.models.config import DecoderConfig, MLAConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
+from jaxrl.models.rope_config import Rope
 from jaxrl.models.spec import init_params, is_spec, partition_specs
 from jaxrl.models.state_mixers import GatedDeltaNetConfig
 from jaxrl.runtime.flat_program import unflatten

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.models.config import Rope, for_platform, uniform_decoder
+from jaxrl.models.config import for_platform, uniform_decoder
+from jaxrl.models.rope_config import Rope
 from tests.models.resized import resized
 
 TINY = uniform_decoder("llama", L=1, D=16, N=2, K=1, H=8, F=32, V=64, tied=True)

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from jaxrl.learner.router import balance_loss
-from jaxrl.models.config import ClampedGLU, LayerConfig, MoEConfig, Rope
+from jaxrl.models.config import ClampedGLU, LayerConfig, MoEConfig
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.packed import forward_packed, forward_routed
+from jaxrl.models.rope_config import Rope
 from jaxrl.models.spec import is_spec
 from sharding import TRAIN
 from tests.marks import graded

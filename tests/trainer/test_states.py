@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl.config.resolve import resolve
-from jaxrl.models.config import Rope, uniform_decoder
+from jaxrl.models.config import uniform_decoder
+from jaxrl.models.rope_config import Rope
 from jaxrl.models.state_mixers import GatedDeltaNetConfig
 from jaxrl.train import train
 from tests.trainer.conftest import write_model

@@ -41,7 +41,7 @@ COPIES = ("copy_pages", "copy_states")
 
 
 class Variant(NamedTuple):
-    """What a program that samples can do."""
+    """The abilities of a program that samples."""
 
     adjusted: bool = False  # with adjustments
     filtered: bool = False  # with sampling filters

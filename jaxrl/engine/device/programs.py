@@ -227,6 +227,7 @@ def copy_pages(
         if cache.joined is not None:
             for i in range(pages.n_pools):
                 pool = pages.pool(i)
+                assert isinstance(pool.joined, JoinedPools)
                 source, target = (_in_joined(ids, pool.joined) for ids in (sources, targets))
                 pages = pages.with_pool(i, copied(pool, source, target))
         elif stacked:

@@ -24,6 +24,7 @@ from jaxrl.engine.device.decode_loop import (
     DecodeState,
     DispatchOutput,
     decode_loop_condition,
+    row_experts,
     sample_logits,
 )
 from jaxrl.engine.device.sampling import N_COLUMNS, Sample, row_keys, uniforms

@@ -159,7 +159,8 @@ def _flash_forward(spec: AttentionSpec, q, k, v, mask: Mask, sinks):
         state = init_softmax(q.shape[1:3], v.shape[-1])
         return normalize(accumulate_keys(spec, state, q[i], k, v, i // per_row, mask, i))
 
-    out, norm = add_sinks(*lax.map(query_block, jnp.arange(q.shape[0])), sinks)
+    out, norm = lax.map(query_block, jnp.arange(q.shape[0]))
+    out, norm = add_sinks(out, norm, sinks)
     out, norm = checkpoint_name((out, norm), SAVED_NAME)
     return out, (q, k, v, mask, sinks, out, norm)
 

@@ -116,8 +116,8 @@ def _local_attention(
     if n_rows == positions.size:  # one token, whose position is a scalar
         scalars, arrays, specs = (*scalars, positions.reshape(-1)), [], []
     if sinks is not None:
-        sinks = row_sinks(sinks, K, M * K // q.shape[2])[..., None]
-        arrays, specs = [*arrays, sinks], [*specs, pl.BlockSpec((K, M, 1), lambda *_: (0, 0, 0))]
+        by_row = jnp.asarray(row_sinks(sinks, K, M * K // q.shape[2]))[..., None]
+        arrays, specs = [*arrays, by_row], [*specs, pl.BlockSpec((K, M, 1), lambda *_: (0, 0, 0))]
     pool = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
         functools.partial(

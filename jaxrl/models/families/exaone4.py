@@ -5,8 +5,9 @@ In models with windows, layers without one have no rotary embedding.
 
 from typing import Any
 
-from jaxrl.models.config import NO_ROPE, POST_NORMS, DecoderConfig
+from jaxrl.models.config import POST_NORMS, DecoderConfig
 from jaxrl.models.families import entries, fields
+from jaxrl.models.rope_config import NO_ROPE
 
 ENTRIES = entries.Entries(
     classes=("Exaone4",),

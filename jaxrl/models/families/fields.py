@@ -9,15 +9,14 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxrl.models.config import (
-    NO_ROPE,
     AttentionConfig,
     DecoderConfig,
     LayerConfig,
     MLPConfig,
-    Rope,
     uniform_decoder,
 )
 from jaxrl.models.families.rotary import GLOBAL, LOCAL, ConfigJson, read_rope, scaling_json
+from jaxrl.models.rope_config import NO_ROPE, Rope
 
 # Name of an activation in config.json -> ours. The first name of each of ours is written.
 ACTIVATIONS = {
@@ -162,7 +161,9 @@ def with_dense_layers(cfg: DecoderConfig, c: ConfigJson) -> DecoderConfig:
     Raises ValueError if no layer with experts is left.
     """
     only, step = set(c.get("mlp_only_layers") or []), c.get("decoder_sparse_step", 1)
-    mlp = MLPConfig(cfg.dense_F, cfg.expert_layers[0].act)
+    act = cfg.expert_layers[0].act
+    assert isinstance(act, str)
+    mlp = MLPConfig(cfg.dense_F, act)
     layers = tuple(
         dataclasses.replace(layer, ffn=mlp) if i in only or (i + 1) % step else layer
         for i, layer in enumerate(cfg.layers)
@@ -198,7 +199,9 @@ def with_dense_prefix(cfg: DecoderConfig, n_dense: int) -> DecoderConfig:
 
 def with_dense_mlps(cfg: DecoderConfig, dense: Collection[int]) -> DecoderConfig:
     """The layers of these numbers are dense."""
-    mlp = MLPConfig(cfg.dense_F, cfg.expert_layers[0].act)
+    act = cfg.expert_layers[0].act
+    assert isinstance(act, str)
+    mlp = MLPConfig(cfg.dense_F, act)
     layers = tuple(
         dataclasses.replace(layer, ffn=mlp) if i in dense else layer
         for i, layer in enumerate(cfg.layers)

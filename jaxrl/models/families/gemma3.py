@@ -6,8 +6,9 @@ normalized per head.
 
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import entries, fields, gemma2, rotary
+from jaxrl.models.rope_config import Rope
 
 ENTRIES = entries.Entries(
     classes=("Gemma3", "Gemma3Text"),

@@ -6,21 +6,21 @@ earlier ones, and every layer has inputs by token. 26B has experts next to the M
 transformers' model type `gemma4_text`.
 """
 
+import dataclasses
 from typing import Any
 
 from jaxrl.json_text import shown
 from jaxrl.models.config import (
     BOTH_NORMS,
-    PROPORTIONAL,
     AttentionConfig,
     DecoderConfig,
     LayerConfig,
     MLPConfig,
     MoEConfig,
-    Rope,
     RouterConfig,
 )
 from jaxrl.models.families import entries, fields, gemma2, rotary
+from jaxrl.models.rope_config import PROPORTIONAL, Rope
 from jaxrl.models.shared_kv import SharedKV
 
 SIZES = {
@@ -102,8 +102,7 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     shared = shared_layers(types, c["num_kv_shared_layers"])
     layers = []
     for kind, part in zip(types, shared, strict=True):
-        mixer = mixers[kind]
-        mixer = AttentionConfig(**(vars(mixer) | dict(shared=part)))
+        mixer = dataclasses.replace(mixers[kind], shared=part)
         ffn = feed_forward(c, act, mixer.reads_kv)
         layers.append(LayerConfig(mixer, ffn, BOTH_NORMS, scalar=True))
     P = c["hidden_size_per_layer_input"] or 0

@@ -7,8 +7,9 @@ one too. Definition: transformers' model type `muse_glimmer_text`.
 import dataclasses
 from typing import Any
 
-from jaxrl.models.config import BOTH_NORMS, NO_ROPE, DecoderConfig
+from jaxrl.models.config import BOTH_NORMS, DecoderConfig
 from jaxrl.models.families import entries, fields, rotary
+from jaxrl.models.rope_config import NO_ROPE
 
 ENTRIES = entries.Entries(
     classes=("MuseGlimmer",),

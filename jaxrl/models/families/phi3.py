@@ -8,8 +8,9 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxrl.models.config import LONG_ROPE, DecoderConfig, Rope
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import entries, fields, rotary
+from jaxrl.models.rope_config import LONG_ROPE, Rope
 
 ENTRIES = entries.Entries(
     classes=("Phi3",),

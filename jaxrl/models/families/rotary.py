@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxrl.json_text import shown
-from jaxrl.models.config import LONG_ROPE, NO_ROPE, ROPE_KINDS, Rope
 from jaxrl.models.families.entries import is_off
+from jaxrl.models.rope_config import LONG_ROPE, NO_ROPE, ROPE_KINDS, Rope
 
 ConfigJson = Mapping[str, Any]
 LOCAL, GLOBAL = "sliding_attention", "full_attention"

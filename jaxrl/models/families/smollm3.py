@@ -5,8 +5,9 @@ Definition: transformers' model type `smollm3`.
 
 from typing import Any
 
-from jaxrl.models.config import NO_ROPE, DecoderConfig, MLPConfig
+from jaxrl.models.config import DecoderConfig, MLPConfig
 from jaxrl.models.families import entries, fields, qwen2
+from jaxrl.models.rope_config import NO_ROPE
 
 ENTRIES = entries.Entries(
     classes=("SmolLM3",),

@@ -75,6 +75,7 @@ class Attention(nnx.Module):
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
         q, k, v, *gates = self._project(x, rules)
         gate = gates[0] if gates else None
+        assert q is not None
         if self.cfg.gate and gate is None:
             q, gate = jnp.split(q, 2, axis=-1)
         q = self._normed(self.q_norm, q, "heads", rules)

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.matmul import matmul
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import ClampedGLU, DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam
 from jaxrl.models.layers.mlp import ACTIVATIONS
 from jaxrl.models.layers.norms import RMSNorm, make_norm, rms_options
@@ -64,9 +64,10 @@ class LayerInputs(nnx.Module):
 class LayerInput(nnx.Module):
     """norm(Wp (act(Wg x) * i)), of one layer and its inputs i."""
 
-    def __init__(self, make: MakeParam, cfg: DecoderConfig, act: str):
+    def __init__(self, make: MakeParam, cfg: DecoderConfig, act: str | ClampedGLU):
         P, D, options = cfg.input_P, cfg.D, dict[str, Any](lora=cfg.lora, base_dtype=cfg.base_dtype)
         into, out = (None, "w_embed"), ("w_embed", None)
+        assert isinstance(act, str)
         self.act = act
         self.gate = Linear(make, "per_layer_input_gate", "BTD,PD->BTP", (P, D), into, **options)
         self.up = Linear(make, "per_layer_projection", "BTP,DP->BTD", (D, P), out, **options)

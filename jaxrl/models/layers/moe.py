@@ -19,7 +19,7 @@ from jaxrl.models.layers.router import (
     Live,
     RouterLoad,
     replay_load,
-    replayed_route,
+    route,
     router_load,
     scaled_input,
 )
@@ -140,7 +140,7 @@ class MoE(nnx.Module):
         """(y, load). Tokens that are not `live` (padding) reach no expert and give zeros.
 
         A number instead of true is how often the token counts in the load. `given` are experts to
-        replay (`replayed_route`). A router with learned scales reads the `residual` stream.
+        replay (`route`). A router with learned scales reads the `residual` stream.
         """
         rows = rules.spec("batch", "time", None)
         x = jax.reshard(x, rows)
@@ -157,7 +157,7 @@ class MoE(nnx.Module):
         correction = self.correction
         if correction is not None:
             correction = jax.reshard(correction, rules.gathered(None))
-        choose = functools.partial(replayed_route, router=self.cfg)
+        choose = functools.partial(route, router=self.cfg)
         given = None if given is None else jax.reshard(given, rows)
         replayed = None if given is None else rows
         in_specs = rows, None if correction is None else jax.P(), replayed
@@ -170,7 +170,7 @@ class MoE(nnx.Module):
         y = self._apply(x, weights, experts, live, rules)
         y = jax.reshard(y, rules.residual_spec(y.shape))
         load = router_load(probs, experts, live)
-        if given is not None:
+        if given is not None and changed is not None:
             load = replay_load(load, given, changed, live)
         return y, dataclasses.replace(load, experts=experts) if self.records else load
 

@@ -31,7 +31,8 @@ class RMSNorm(nnx.Module):
     ):
         self.eps, self.unit_offset, self.round_last = eps, unit_offset, round_last
         init = "zeros" if unit_offset else "ones"
-        self.w = nnx.data(name and make(f"{name}.weight", (dim,), (axis,), init=init))
+        w = None if name is None else make(f"{name}.weight", (dim,), (axis,), init=init)
+        self.w = nnx.data(w)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         normed = unit_rms(x, self.eps)
@@ -81,9 +82,9 @@ def make_norm(
     eps = cfg.norm_eps if eps is None else eps
     if cfg.layer_norm:
         return LayerNorm(make, name, cfg.D, eps=eps, bias=cfg.norm_bias)
-    how = rms_options(cfg) | dict(eps=eps)
+    how: dict[str, Any] = rms_options(cfg) | dict(eps=eps)
     if unit_offset is not None:
-        how |= dict(unit_offset=unit_offset)
+        how["unit_offset"] = unit_offset
     return RMSNorm(make, name, cfg.D, **how)
 
 

@@ -13,8 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl import types
 from jaxrl.kernels.bits import materialize
-from jaxrl.models import config
-from jaxrl.models.config import ROPE_KINDS, AttentionConfig, MLAConfig, Rope
+from jaxrl.models import rope_config
+from jaxrl.models.config import AttentionConfig
+from jaxrl.models.mla_config import MLAConfig
+from jaxrl.models.rope_config import ROPE_KINDS, Rope
 from sharding import target_platform
 
 
@@ -57,11 +59,11 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     match rope.kind:
         case "default" | "dynamic":
             scaled = inv
-        case config.NO_ROPE:
+        case rope_config.NO_ROPE:
             scaled = np.zeros_like(inv)
-        case config.LONG_ROPE:
+        case rope_config.LONG_ROPE:
             scaled = inv / np.asarray(rope.short_factor, np.float32)
-        case config.PROPORTIONAL:
+        case rope_config.PROPORTIONAL:
             rotated = np.arange(len(inv)) < int(rope.share * head_dim // 2)
             scaled = np.where(rotated, inv / rope.factor, 0)
         case "linear":

@@ -44,16 +44,6 @@ class RouterLoad:
 
 
 def route(
-    logits: Float[Array, "B T E"], correction: Float[Array, "E"] | None, *, router: RouterConfig
-) -> tuple[Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """(probabilities of all experts, weights and indices of the top k, best first), in float32.
-
-    Probabilities are scores that sum to 1, for the load. The correction gets no gradient.
-    """
-    return replayed_route(logits, correction, None, router=router)[:3]
-
-
-def replayed_route(
     logits: Float[Array, "B T E"],
     correction: Float[Array, "E"] | None,
     given: Int[Array, "B T k"] | None,
@@ -62,9 +52,11 @@ def replayed_route(
 ) -> tuple[
     Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"], Bool[Array, "B T 1"] | None
 ]:
-    """`route`, and whether `given` experts are not the top k (None without them).
+    """Probabilities of all experts, weights and indices of the top k, best first, in float32.
 
-    Tokens with given experts, which are not negative, have these, with the weights of their scores.
+    Probabilities are scores that sum to 1, for the load. The correction gets no gradient. Tokens
+    with `given` experts, which are not negative, have these, with the weights of their scores. The
+    last value says whether these are not the top k; it is None without them.
     """
     logits = materialize(logits)
     if router.score == "sigmoid":
@@ -132,7 +124,10 @@ def router_load(
 
 
 def replay_load(
-    load: RouterLoad, given: Int[Array, "B T k"], changed: Bool[Array, "B T 1"], live: Live
+    load: RouterLoad,
+    given: Int[Array, "B T k"],
+    changed: Bool[Array, "B T 1"],
+    live: Live,
 ) -> RouterLoad:
     """The load with the live tokens of given experts, and those whose own choice is another one."""
     kept = live.astype(jnp.float32) * (given[..., 0] >= 0)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-from jaxrl.models.config import MLPConfig, Rope
+from jaxrl.models.config import MLPConfig
 from jaxrl.models.families.fields import global_rope
 from jaxrl.models.families.gemma3 import local_rope
 from jaxrl.models.files.hf_config import config_from_hf, config_to_hf
+from jaxrl.models.rope_config import Rope
 from tests.models.resized import windows
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.config import AttentionConfig, Rope
+from jaxrl.models.config import AttentionConfig
 from jaxrl.models.families.rotary import read_rope, scaling_json
 from jaxrl.models.layers.rope import Rotation, inverse_frequencies, rotate, rotations
+from jaxrl.models.rope_config import Rope
 
 CASES = json.loads((Path(__file__).parent / "golden_rope.json").read_text())
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.config.packages import install_advice
-from jaxrl.models.config import DecoderConfig, Rope, uniform_decoder
+from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.atomic_folder import write_json
 from jaxrl.models.files.gguf.reader import (
@@ -27,6 +27,7 @@ from jaxrl.models.files.gguf.tokenizer import special_ids, write_tokenizer
 from jaxrl.models.files.hf_config import config_from_hf, config_to_hf
 from jaxrl.models.files.safetensors import write_tensors
 from jaxrl.models.files.tensor_shapes import check_shapes
+from jaxrl.models.rope_config import Rope
 
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
