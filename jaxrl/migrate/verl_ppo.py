@@ -355,10 +355,13 @@ def engine(found: Migration) -> None:
 
 
 def router_replay(found: Migration, prefixes: tuple[str, ...]) -> None:
-    """The mode of the actor's backend; for R3 the engine needs no flag here."""
-    modes = {"disabled": "off", "R2": "R2", "R3": "R3"}
+    """The mode of the actor's backend; for R3 the engine needs no flag here.
+
+    "disabled", verl's default, leaves the default of jaxrl.
+    """
+    modes = {"R2": "R2", "R3": "R3"}
     for name in (f"{prefix}router_replay.mode" for prefix in prefixes):
-        if found.has(name):
+        if found.get(name, "disabled") != "disabled":
             found.choose(name, modes, "learner.router_replay")
     if found.config.get("learner.router_replay") == "R2":
         found.config["algorithm.old_logp"] = "recompute"

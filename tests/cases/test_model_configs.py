@@ -68,6 +68,8 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "qwen3_5_text": dict(full_attention_interval=3),
+    "glm4_moe_lite": dict(num_key_value_heads=4, head_dim=64),
+    "deepseek_v3": dict(num_key_value_heads=4, head_dim=64, first_k_dense_replace=1),
     "qwen3_5_moe_text": dict(full_attention_interval=3),
     "qwen3_next": dict(full_attention_interval=3),
     "glm4_moe": dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20),
@@ -347,7 +349,7 @@ def test_a_field_that_changes_the_model_is_refused_by_name(model_type, change, m
         read(model_type, **change)
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_text", "ministral", "llama4", None])
+@pytest.mark.parametrize("model_type", ["gemma5", "gemma5_text", "ministral", "llama4", None])
 def test_an_unknown_family_is_refused_as_such_and_not_over_a_field(model_type):
     """Whatever its fields contain: here the number of heads of every layer."""
     unknown = dict(model_type=model_type, num_attention_heads=[8, 4], text_config=[1])

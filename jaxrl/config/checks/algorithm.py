@@ -48,10 +48,7 @@ def router_replay_errors(run: RunConfig, mode: str) -> list[str]:
             f"{key} replays experts in updates, but critic.shared=True has the values of the same "
             "layers scored without them; set critic.shared=False, or learner.router_replay='off'"
         )
-    before = run.updates_per_step > 1 or algorithm.correction_normalize
-    if mode == "R2" and not (
-        algorithm.old_logp == "recompute" or (algorithm.old_logp == "auto" and before)
-    ):
+    if mode == "R2" and not _scores_old_logp(run):
         errors.append(
             f"{key} replays the experts of the scoring of old logprobs, but "
             f"algorithm.old_logp={algorithm.old_logp!r} scores none; set "
@@ -65,6 +62,14 @@ def router_replay_errors(run: RunConfig, mode: str) -> list[str]:
             "learner.router_replay='R3', or one stage"
         )
     return errors
+
+
+def _scores_old_logp(run: RunConfig) -> bool:
+    """Whether old logprobs are scored before the first update of a step."""
+    algorithm = run.algorithm
+    if algorithm.old_logp != "auto":
+        return algorithm.old_logp == "recompute"
+    return algorithm.correction_normalize or run.updates_per_step > 1
 
 
 def _policy_loss_warnings(run: RunConfig) -> list[str]:

@@ -88,7 +88,10 @@ def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = fields.base_json(
         dataclasses.replace(cfg, layers=(first, *cfg.layers[1:])), "gpt_oss", "GptOssForCausalLM"
     )
+    for name in ("rope_theta", "rope_scaling"):  # without rope_parameters, transformers takes YaRN
+        del base[name]
     return base | dict(
+        rope_parameters=rotary.parameters_json(attention.rope),
         attention_bias=attention.qkv_bias,
         num_local_experts=experts.E,
         num_experts_per_tok=experts.top_k,

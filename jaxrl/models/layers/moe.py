@@ -204,7 +204,7 @@ class MoE(nnx.Module):
         rest, nothing = jax.tree.map(lambda leaf: leaf, self), nnx.data(None)
         for name in AXES:
             setattr(rest, name, nothing)
-            rest.bias[name] = nothing
+            rest.bias[name] = None
             if (lora := rest.lora[name]) is not None:
                 lora.a, lora.b, lora.a0, lora.b0 = (nothing,) * 4
         return rest, {name: self._matrix(name) for name in AXES}
