@@ -140,27 +140,6 @@ FAMILIES = {
             "The images of 4B to 27B are left out: the language model is loaded and exported.",
         ),
     ),
-    "gemma4": Family(
-        "Gemma 4",
-        "gemma4, gemma4_text",
-        (),
-        (
-            "Layers with a window and layers without have heads of different width. The engine "
-            "has a pool of KV pages for each width.",
-            "In E2B and E4B the last layers use the keys and values of an earlier layer of their "
-            "kind: they have no KV pages. `mesh.stage` must be 1 for these models.",
-            "Every layer of E2B and E4B has inputs by token. Their table is sharded as the "
-            "embedding is, and is not kept in host memory.",
-            "26B-A4B has experts next to the MLP. Adapters are those of attention and of the MLP: "
-            "PEFT reads none of the experts.",
-            "Images and audio are left out: the language model is loaded and exported.",
-            "Tool calls have the format `gemma4` ([environments](../how_to/environments.md)), "
-            "which the chat template selects.",
-            "Triton's attention kernels support heads of at most 256: layers with wider ones use "
-            "another [kernel](../concepts/kernels.md).",
-            "No checkpoint of a published size has been run, and this page has no tables yet.",
-        ),
-    ),
     "mistral": Family("Mistral", "mistral", ("mistralai/Mistral-7B-Instruct-v0.3",), ()),
     "mixtral": Family(
         "Mixtral",
@@ -206,6 +185,11 @@ layers without experts ([LoRA](../how_to/lora.md)). NAME is, in the order of the
 
 # Families that load and have no page: an example of each, with its type.
 OTHERS = {
+    "google/gemma-4-31b-it, 26b-a4b-it, e4b-it, e2b-it": "`gemma4`; "
+    "[notes](../reference/models.md#gemma-4)",
+    "openai/gpt-oss-20b, gpt-oss-120b": "`gpt_oss`; [notes](../reference/models.md#gpt-oss)",
+    "zai-org/GLM-4.7-Flash": "`glm4_moe_lite`; [notes](../reference/models.md#latent-attention)",
+    "moonshotai/Moonlight-16B-A3B-Instruct": "`deepseek_v3`; Kimi-K2 is `kimi_k2`",
     "zai-org/GLM-4.5-Air": "`glm4_moe`; LoRA needs `lora.target_modules` or "
     "`lora.exclude_modules`, because dense layers and experts have the same names",
     "allenai/OLMo-2-1124-7B-Instruct": "`olmo2`; OLMo 3 is `olmo3`",
