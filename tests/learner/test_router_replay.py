@@ -78,6 +78,7 @@ def test_a_replay_of_the_routers_own_choice_changes_no_bit(model):
     np.testing.assert_array_equal(sums.router.changed, 0)
 
 
+@pytest.mark.thorough
 def test_the_scored_experts_are_those_of_the_load(one_device):
     experts = experts_of(LISTED)
     assert experts.dtype == np.uint8 and experts.shape == (*BATCH.tokens.shape, *ROUTING)

@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe"}
 FAMILIES |= {"qwen3_5", "qwen3_next", "cohere2", "glm4", "glm4_moe", "gpt_oss", "deepseek_v3"}
-FAMILIES |= {"gemma4", "gemma4_moe", "gemma4_shared", "lfm2"}
+FAMILIES |= {"gemma4_shared", "lfm2"}
 
 
 def golden(name: str) -> tuple[jax.Array, np.ndarray]:

@@ -95,8 +95,9 @@ def decode(saved: Mapping[str, Any], prompt_of: Callable[[int, int], Prompt]) ->
     groups = []
     for entry in saved["groups"]:
         prompt = prompt_of(entry["draw"], entry["index"])
-        names = "lengths", "finish", "restricted", "routed"
-        columns = zip(*(entry[name] for name in names), strict=True)
+        routed = entry.get("routed", [False] * len(entry["lengths"]))  # none in older checkpoints
+        names = "lengths", "finish", "restricted"
+        columns = zip(*(entry[name] for name in names), routed, strict=True)
         groups.append(
             PromptGroup(
                 prompt,

@@ -304,6 +304,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(rules, sizes):
         np.testing.assert_allclose(logps, want_logps, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_nothing_compiles_after_warmup(one_device):
     cfg, params = small("llama")
     compiled = []
