@@ -55,18 +55,18 @@ def trainer_experts(params, requests, made) -> list[np.ndarray]:
 CASES = {
     "decode and mixed prefill": (dict(steps_per_dispatch=4), {}),
     "speculation": (dict(spec_tokens=3), dict(sampling=SamplingConfig(temperature=0.1))),
-    "preemption": ({}, {}),
+    "preemption": (dict(n_pages=16), dict(max_tokens=40, ignore_stop=True)),
 }
 
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("case", graded(CASES))
 def test_recorded_experts_are_those_of_the_trainer(case, one_device):
-    settings, sampling = CASES[case]
-    params, requests = make_params(CFG), make_requests(4, max_tokens=12, **sampling)
+    settings, more = CASES[case]
+    params, requests = make_params(CFG), make_requests(6, **(dict(max_tokens=12) | more))
     engine = make_engine(CFG, keep_experts=True, filters=(), **settings)
     if case == "preemption":
-        limit_pages(engine, 5)
+        limit_pages(engine, 6)
     made = generate(engine, params, requests)
     if case == "preemption":
         assert engine.take_stats().n_preempted > 0

@@ -121,23 +121,36 @@ def alone(family: str, *, stacked: bool = False) -> tuple[float, np.ndarray, Tre
     return on_mesh(family, {}, stacked=stacked)
 
 
-def assert_same(a: tuple, b: tuple) -> None:
+def tolerances(family: str) -> tuple[float, float]:
+    """Of `assert_close_trees`. Six norms of a layer, and those of values, amplify rounding.
+
+    The gradient of a layer's scalar that a norm cancels is rounding only.
+    """
+    return (3e-4, 0.1) if family in GEMMA4 else (1e-5, 0.0)
+
+
+def assert_same(a: tuple, b: tuple, family: str) -> None:
     np.testing.assert_allclose(a[0], b[0], rtol=1e-6)
     np.testing.assert_allclose(a[1], b[1], rtol=1e-5, atol=1e-4)
-    assert_close_trees(a[2], b[2])
+    assert_close_trees(a[2], b[2], *tolerances(family))
 
 
-def assert_close_trees(a: Tree, b: Tree) -> None:
-    """Equal to 1e-5 of each leaf's largest value: sums over rows have another order."""
+def assert_close_trees(a: Tree, b: Tree, tolerance: float = 1e-5, floor: float = 0.0) -> None:
+    """Equal to a part of each leaf's largest value: sums over rows have another order.
+
+    That value is at least `floor` times the largest of all leaves.
+    """
+    least = floor * max(np.abs(y).max() for y in jax.tree.leaves(b))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
+        atol = tolerance * max(np.abs(y).max(), least)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=atol)
 
 
 @pytest.mark.parametrize(("family", "mesh"), QUICK)
 def test_a_mesh_gives_the_numbers_of_one_device(family, mesh):
     stacked = family.startswith("gemma")  # its many layers compile faster when stacked
     sizes = (MESHES | EXPERT_MESHES)[mesh]
-    assert_same(on_mesh(family, sizes, stacked=stacked), alone(family, stacked=stacked))
+    assert_same(on_mesh(family, sizes, stacked=stacked), alone(family, stacked=stacked), family)
 
 
 EVERY = [(family, mesh) for family in FAMILIES for mesh in MESHES]
@@ -149,7 +162,7 @@ EVERY += [(family, mesh) for family in EXPERTS for mesh in EXPERT_MESHES]
 def test_every_mesh_gives_the_numbers_of_one_device_in_both_layouts(family, mesh):
     for stacked in (False, True):
         here = on_mesh(family, (MESHES | EXPERT_MESHES)[mesh], stacked=stacked)
-        assert_same(here, alone(family, stacked=stacked))
+        assert_same(here, alone(family, stacked=stacked), family)
 
 
 @pytest.mark.thorough
@@ -166,7 +179,8 @@ def test_stacked_layers_give_the_numbers_of_a_list(family):
     stacks = grads_s.layers if isinstance(grads_s.layers, nnx.List) else [grads_s.layers]
     for stack, layers in zip(stacks, itertools.chain(*cfg.runs), strict=True):
         for i, layer in enumerate(layers):
-            assert_close_trees(jax.tree.map(lambda x, i=i: x[i], stack), grads.layers[layer])
+            one = jax.tree.map(lambda x, i=i: x[i], stack)
+            assert_close_trees(one, grads.layers[layer], *tolerances(family))
 
 
 @pytest.mark.thorough

@@ -278,7 +278,8 @@ class Linear(nnx.Module):
 
     def product_spec(self, rules: Rules) -> jax.P:
         """PartitionSpec of x Wᵀ."""
-        if self.out_axes[0] == "embed" and self.matmul_dtype == "auto":
+        sharded = self.in_axis is not None  # so that every device has a part of the sum
+        if self.out_axes[0] == "embed" and sharded and self.matmul_dtype == "auto":
             return rules.partial_residual()
         return rules.spec("batch", "time", self.out_axes[0])
 
