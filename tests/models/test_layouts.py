@@ -122,8 +122,9 @@ def alone(family: str, *, stacked: bool = False) -> tuple[float, np.ndarray, Tre
 
 
 def tolerances(family: str) -> tuple[float, float]:
-    """Of `assert_close_trees`. Six norms of a layer, and those of values, amplify rounding.
+    """The tolerance and the floor of `assert_close_trees`.
 
+    Six norms of a layer, and those of values, amplify the rounding of Gemma 4.
     The gradient of a layer's scalar that a norm cancels is rounding only.
     """
     return (3e-4, 0.1) if family in GEMMA4 else (1e-5, 0.0)
