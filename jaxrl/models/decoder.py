@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.config.remat import parse_remat
+from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.matmul import matmul
 from jaxrl.models.cache_layout import cache_places
 from jaxrl.models.config import DecoderConfig, LayerConfig, MoEConfig
@@ -83,7 +84,8 @@ class Layer(nnx.Module):
         x = self._add(x, h, self.post_mlp_norm)
         if self.input_gate is not None and place.inputs is not None:
             x = x + self.input_gate(x, place.inputs, rules)
-        x = x if self.scalar is None else x * self.scalar.astype(x.dtype)
+        if self.scalar is not None:  # not in one instruction with the next sum
+            x = materialize(x * self.scalar.astype(x.dtype))
         return x, state, load
 
     def _add(self, x: jax.Array, h: jax.Array, norm: RMSNorm | LayerNorm | None) -> jax.Array:

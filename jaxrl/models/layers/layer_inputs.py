@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.matmul import matmul
 from jaxrl.models.config import ClampedGLU, DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam
@@ -46,13 +47,15 @@ class LayerInputs(nnx.Module):
         L, P = self.shape
         rows = rules.spec("batch", "time", None)
         w = gather_matrix(self.w, rules, (None, "w_embed"), 1)
-        projected = matmul(x, w, out_sharding=rows) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
-        found = self._rows(tokens, rules) * jnp.asarray(P**0.5, x.dtype)
+        projected = materialize(
+            matmul(x, w, out_sharding=rows) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        )
+        found = materialize(self._rows(tokens, rules) * jnp.asarray(P**0.5, x.dtype))
         out = rules.spec("batch", "time", None, None)
         projected, found = (
             jnp.reshape(a, (*tokens.shape, L, P), out_sharding=out) for a in (projected, found)
         )
-        inputs = (self.norm(projected) + found) * jnp.asarray(2**-0.5, x.dtype)
+        inputs = materialize((self.norm(projected) + found) * jnp.asarray(2**-0.5, x.dtype))
         return jnp.moveaxis(inputs, 2, 0)
 
     def _rows(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T F"]:

@@ -41,7 +41,7 @@ class RMSNorm(nnx.Module):
         if self.unit_offset:  # Gemma scales before rounding, other families after
             return (normed * (1.0 + self.w.astype(jnp.float32))).astype(x.dtype)
         if self.round_last:
-            return (normed * self.w.astype(jnp.float32)).astype(x.dtype)
+            return materialize((normed * self.w.astype(jnp.float32)).astype(x.dtype))
         return normed.astype(x.dtype) * self.w
 
 
