@@ -174,8 +174,7 @@ def _trained_places(structure: Any) -> tuple[tuple[int, ...], Any]:
 
 def checkpoint_state(state: TrainState) -> TrainState:
     """The state without the parameters that a resumed run reads from the model's folder."""
-    params, opt_state = checkpoint_part(state.params), unflatten(state.opt_state)
-    return dataclasses.replace(state, params=params, opt_state=opt_state)
+    return dataclasses.replace(state, params=checkpoint_part(state.params))
 
 
 def _master_weight(param: jax.Array, *, keep: bool):
