@@ -168,11 +168,11 @@ class Linear(nnx.Module):
         self.w: Stored = nnx.data(w)
         self.gathered: Stored | None = nnx.data(None)  # what `gather` sets
         bias_shape, self.bias_axes = shape[: self.n_out], axes[: self.n_out]
-        self.b = nnx.data(
-            make(f"{name}.bias", bias_shape, self.bias_axes, init="zeros", hf_shape=hf_shape[:1])
-            if bias
-            else None
-        )
+        b = None
+        if bias:
+            hf_bias = hf_shape[:1]
+            b = make(f"{name}.bias", bias_shape, self.bias_axes, init="zeros", hf_shape=hf_bias)
+        self.b, self.scanned = nnx.data(b), b is not None and len(b.layers) > 0
         change = None
         if lora is not None and target_name(name) in lora.targets:
             change = Adapter(make, name, lora, shape, axes, n_out=self.n_out, hf_shape=hf_shape)
@@ -218,7 +218,7 @@ class Linear(nnx.Module):
             y = scatter_residual(y, rules) if partial else jax.reshard(y, out)
         else:
             out = rules.spec("batch", "time", *self.out_axes)
-            if self.lora is None and not isinstance(self.w, Quantized):
+            if self.lora is None and not isinstance(self.w, Quantized) and not self.scanned:
                 return jnp.reshape(self._with_bias(y, rules), shape, out_sharding=out)
             y = jnp.reshape(y, shape, out_sharding=out)
         if isinstance(self.w, Quantized):
@@ -238,7 +238,10 @@ class Linear(nnx.Module):
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
 
     def _with_bias(self, y: Float[Array, "B T O"], rules: Rules) -> Float[Array, "B T O"]:
-        """x Wᵀ + b before it gets its dimensions: on GPU the product then adds the bias."""
+        """x Wᵀ + b before it gets its dimensions: on GPU the product then adds the bias.
+
+        In a scan over layers such a product would first copy the layer's weight.
+        """
         y = materialize_gradient(y)
         if self.b is None:
             return y
