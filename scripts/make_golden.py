@@ -11,6 +11,7 @@ torch is not a dependency of the project; run this in a separate environment:
 
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -544,6 +545,30 @@ ROPES = {
     ),
 }
 ROWS, LENGTH = 2, 40
+# Seeds of these checkpoints; those of others follow from the name (`seed_of`).
+FIRST = (
+    "llama", "llama3_rope", "llama_linear_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3",
+    "qwen3_moe", "qwen3_moe_plain", "mixtral", "llama_yarn_rope", "qwen3_moe_dense", "qwen3_5",
+    "qwen3_5_moe", "qwen3_next", "olmo2", "olmo3", "phi3", "glm4", "smollm3", "granite", "gemma",
+    "seed_oss", "ministral3", "cohere2", "qwen2_moe", "exaone4", "starcoder2",
+)  # fmt: skip
+SEEDS = {name: seed for seed, name in enumerate(FIRST)} | {
+    "glm4_moe": 16,
+    "gpt_oss": 30,
+    "glm4_moe_lite": 30,
+    "deepseek_v3": 31,
+    "gemma4": 30,
+    "gemma4_moe": 31,
+    "gemma4_shared": 32,
+    "lfm2": 30,
+    "mistral3": 31,
+    "muse_glimmer": 32,
+}
+
+
+def seed_of(name: str) -> int:
+    """The seed of a checkpoint, which does not depend on the order of MODELS."""
+    return SEEDS.get(name, zlib.crc32(name.encode()))
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
@@ -617,7 +642,7 @@ def main(target: Path, names: list[str]) -> None:
         for seed, name in enumerate(SCORED):
             write_scores(target / "golden_scores", name, 100 + seed)
     target /= "golden"
-    for seed, (name, (family, extra)) in enumerate(MODELS.items()):
+    for name, (family, extra) in MODELS.items():
         if names and name not in names:
             continue
         text = "Text" if family in WITH_TEXT_CONFIG else ""
@@ -627,6 +652,7 @@ def main(target: Path, names: list[str]) -> None:
         config = getattr(transformers, f"{family}{text}Config")(**shape)
         config._attn_implementation = "eager"
         model = getattr(transformers, f"{family}For{head}")(config).float().eval()
+        seed = seed_of(name)
         randomise(model, seed)
         model.save_pretrained(target / name)
         tokens = random_tokens(seed, model.config.get_text_config().vocab_size)
