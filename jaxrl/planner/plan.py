@@ -160,7 +160,8 @@ def make_plan(
         run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
         known = {} if like is None else like.programs
         programs = compile_programs(run, lengths, machine, on_start, known)
-    return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
+    plan = assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
+    return dataclasses.replace(plan, config=planned_config(cfg))
 
 
 def assemble_plan(
@@ -214,7 +215,6 @@ def assemble_plan(
         n_rollout_devices=run.n_rollout_devices,
         n_workers=run.n_workers,
         n_processes=machine.n_processes,
-        config=planned_config(run.cfg),
         pipeline=pipeline_plan(run.cfg, run.decoder, mesh, dtype.itemsize),
     )
 

@@ -42,6 +42,7 @@ from jaxrl.planner.plan import (
 from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.rollout_devices import sides
+from jaxrl.planner.saved_plan import check_config
 from jaxrl.planner.topology import Topology, topology
 from sharding import bytes_per_device, make_mesh
 from tests.models.resized import resized
@@ -67,6 +68,7 @@ def plan() -> Plan:
 def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
     found = json.loads(json.dumps(plan.json()))
     assert tuple(found) == JSON_KEYS
+    check_config("plan.json", found, run())  # of the same config, whose "auto" it has resolved
     offloaded = dataclasses.replace(plan, host_resident={"opt_state": 8}).json()
     assert offloaded == found | {"host_resident": {"opt_state": 8}}
     assert list(found["programs"]) == [
