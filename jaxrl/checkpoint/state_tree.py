@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jaxrl.runtime.flat_program import unflatten
 from jaxrl.types import Tree
 
 MAX_SHOWN = 4  # differences in one error message
@@ -24,8 +23,8 @@ class StructureError(ValueError):
 
 
 def by_path(tree: Tree) -> dict[str, Any]:
-    """Leaves by key path, e.g. "params/layers/0/attn/q/w"; those of a `FlatTree` as in its tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(unflatten(tree))
+    """Leaves by key path, e.g. "params/layers/0/attn/q/w"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 

@@ -174,7 +174,8 @@ def _trained_places(structure: Any) -> tuple[tuple[int, ...], Any]:
 
 def checkpoint_state(state: TrainState) -> TrainState:
     """The state without the parameters that a resumed run reads from the model's folder."""
-    return dataclasses.replace(state, params=checkpoint_part(state.params))
+    params, opt_state = checkpoint_part(state.params), unflatten(state.opt_state)
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def _master_weight(param: jax.Array, *, keep: bool):

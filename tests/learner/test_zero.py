@@ -11,10 +11,9 @@ import pytest
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import CheckpointConfig
 from jaxrl.learner.optimizer import check_opt_state
-from jaxrl.learner.state import abstract_state, averaged, init_state
+from jaxrl.learner.state import abstract_state, averaged, checkpoint_state, init_state
 from jaxrl.learner.step import GradSums
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.runtime.flat_program import unflatten
 from sharding import TRAIN, bytes_per_device, make_mesh
 from tests.learner.tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
 from tests.marks import graded
@@ -129,13 +128,13 @@ def test_a_checkpoint_is_restored_under_another_level(saved, restored, tmp_path)
     mesh, (state, _), (own, _) = make_mesh(**MESH), stepped(saved), stepped(restored)
     with jax.set_mesh(mesh):
         checkpoints = Checkpointer(tmp_path, CheckpointConfig())
-        checkpoints.save(1, state, {})
+        checkpoints.save(1, checkpoint_state(state), {})
         checkpoints.wait()
         specs, dtype = decoder_specs(MODEL), jnp.dtype("bfloat16")
         abstract = abstract_state(specs, dtype, programs(config(restored))[0], TRAIN, mesh)
         found, _ = checkpoints.restore(abstract)
         checkpoints.close()
-    state, own = unflatten(state), unflatten(own)
+    state, own = checkpoint_state(state), checkpoint_state(own)
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((found, state)))
     jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"), found, own)
 
