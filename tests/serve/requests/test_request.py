@@ -122,9 +122,9 @@ def test_numbers_out_of_range_are_errors(renderer, limits, message):
 )
 def test_counts_and_lengths_are_checked_in_little_time(renderer, limits, body):
     parse_completion(b'{"prompt": "x"}', renderer, limits)
-    start = time.process_time()
+    start = time.thread_time()
     rejected(parse_completion, body, renderer, limits)
-    assert time.process_time() - start < 1  # the slowest takes 0.05 s; unchecked ones 10 s
+    assert time.thread_time() - start < 1  # the slowest takes 0.05 s; unchecked ones 10 s
 
 
 @pytest.mark.parametrize(
