@@ -124,7 +124,7 @@ def test_counts_and_lengths_are_checked_in_little_time(renderer, limits, body):
     parse_completion(b'{"prompt": "x"}', renderer, limits)
     start = time.thread_time()
     rejected(parse_completion, body, renderer, limits)
-    assert time.thread_time() - start < 1  # the slowest takes 0.05 s; unchecked ones 10 s
+    assert time.thread_time() - start < 4  # 2 s with checked types on a busy machine; else 0.05 s
 
 
 @pytest.mark.parametrize(
