@@ -55,6 +55,7 @@ ALLOWED = "1e-4"  # difference of logits, scores and logprobs in float32
 TOLERANCE = float(ALLOWED)
 MIXER_NAMES = {
     AttentionConfig: "attention",
+    MLAConfig: "latent attention",
     GatedDeltaNetConfig: "gated DeltaNet",
     ShortConvConfig: "short convolution",
 }
@@ -80,13 +81,6 @@ class LoadedModel:
     folder: Path
     cfg: DecoderConfig
     params: Decoder
-
-
-MIXER_NAMES = {
-    AttentionConfig: "attention",
-    GatedDeltaNetConfig: "gated DeltaNet",
-    MLAConfig: "latent attention",
-}
 
 
 def main(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import typing
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import check_model
-from jaxrl.check_model import check_rows, engine_row, greedy_row, layers_text, main
+from jaxrl.check_model import (
+    MIXER_NAMES,
+    check_rows,
+    engine_row,
+    greedy_row,
+    layers_text,
+    main,
+)
+from jaxrl.models.config import LayerConfig
 from jaxrl.models.files.hf_load import model_config
 from tests.engine.engine_cases import FAMILIES, HYBRID
 
@@ -76,6 +85,11 @@ def test_a_classifier_has_no_engine_checks(one_device):
     for name in ("engine", "greedy"):
         assert rows[name].passed is None
         assert rows[name].text.startswith("not checked: a sequence classifier has no logits")
+
+
+def test_every_kind_of_mixer_has_a_name():
+    kinds = typing.get_args(typing.get_type_hints(LayerConfig)["mixer"])
+    assert set(MIXER_NAMES) == set(kinds) and all(hasattr(kind, "window") for kind in kinds)
 
 
 def test_layers_are_counted_by_kind_and_period():
