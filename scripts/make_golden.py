@@ -474,7 +474,39 @@ MODELS = {
             **SMALL,
         ),
     ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        dict(
+            num_hidden_layers=3,
+            head_dim=16,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=300.0,
+                mrope_section=[3, 3, 2],
+                mrope_interleaved=True,
+            ),
+            **SMALL,
+        ),
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        dict(
+            num_hidden_layers=2,
+            rope_parameters=dict(rope_type="default", rope_theta=300.0, mrope_section=[1, 2, 1]),
+            **SMALL,
+        ),
+    ),
 }
+QWEN_TOWER = dict(
+    depth=1,
+    hidden_size=16,
+    intermediate_size=16,
+    num_heads=2,
+    patch_size=4,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    out_hidden_size=32,
+)
 # Image-and-text models: the fields above are those of text_config.
 IMAGES = {
     "Mistral3": dict(
@@ -501,6 +533,10 @@ IMAGES = {
         out_hidden_size=64,
         projector_hidden_size=16,
     ),
+    "Qwen3VL": dict(
+        vision_config=QWEN_TOWER | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+    ),
+    "Qwen2_5_VL": dict(vision_config=QWEN_TOWER | dict(window_size=16, fullatt_block_indexes=[0])),
 }
 WITH_TEXT_CONFIG = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # the other class includes images
 SCORED = ("llama", "qwen2", "gemma3")

@@ -21,6 +21,7 @@ class AttentionSpec:
     scale: float  # of q kᵀ, usually head_dim ** -0.5
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     rules: Rules = TRAIN
+    whole_images: bool = False  # the tokens of an image see each other
 
     def scores(self, products: jax.Array) -> jax.Array:
         """cap(products * scale), with products = q kᵀ."""

@@ -8,6 +8,7 @@ prompt have two levels. Kernels with one range per query attend once per level; 
 combined.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ class KeyTree:
     deep: Any  # bool [B, T], queries whose path has the next level
     begin: Any  # int32 [B, T], first place of the run of that level
     offset: Any  # int32 [B, T], place - position in that run
+    ahead: Any  # int32 [B, T], last place that each query sees in its own run
 
 
 @struct.dataclass
@@ -62,8 +64,9 @@ class KeyRanges:
         positions = jnp.pad(visibility.positions, widths)
         until = jnp.where(live, jnp.pad(visibility.until, widths), -1)
         oldest, here = oldest_position(positions, window), _places(until)
+        ahead = here if visibility.ahead is None else jnp.pad(visibility.ahead, widths)
         begin, offset = _runs(live, until, here - positions)
-        tree = KeyTree(until, here - positions, oldest, live, begin, offset)
+        tree = KeyTree(until, here - positions, oldest, live, begin, offset, ahead)
         ranges = cls(here, here, tree).next_level()
         padded = (jnp.where(live, a, here) for a in (ranges.first, ranges.last))
         return cls(*padded, tree=ranges.tree)
@@ -71,14 +74,14 @@ class KeyRanges:
     def next_level(self) -> "KeyRanges":
         """The ranges of the next level; empty for queries whose path does not have it."""
         assert self.tree is not None
-        tree, here = self.tree, _places(self.first)
+        tree = self.tree
         deep = tree.deep & (tree.shift > tree.offset)
         begin, offset = _runs(deep, tree.until, tree.shift)
         # The run of the level below begins with the position after the last one that it sees here.
-        last = jnp.where(deep, begin - offset + tree.offset - 1, here)
+        last = jnp.where(deep, begin - offset + tree.offset - 1, tree.ahead)
         first = jnp.maximum(tree.begin, tree.oldest + tree.offset)
         last = jnp.where(tree.deep, last, first - 1)
-        tree = KeyTree(tree.until, tree.shift, tree.oldest, deep, begin, offset)
+        tree = dataclasses.replace(tree, deep=deep, begin=begin, offset=offset)
         return KeyRanges(first, last, tree)
 
     def fold(self, add: Callable[["KeyRanges", State], State], state: State) -> State:

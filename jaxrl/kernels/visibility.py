@@ -4,7 +4,8 @@ A place is a token's index in its row, a position its index in its sequence. A k
 queries of one interval of places, from its own place to `until`: the column-wise mask of FlashMask
 (https://arxiv.org/abs/2410.01359). In separate segments the interval ends with the segment. Where
 sequences share a prefix, the row has its tokens once, in depth-first order of the tree, and the
-interval of a shared token ends with the last sequence that has it.
+interval of a shared token ends with the last sequence that has it. In some models the tokens of an
+image see each other: such a query also sees the keys between its own place and `ahead`.
 """
 
 from typing import Any
@@ -18,10 +19,14 @@ from jaxtyping import Array, Bool, Int
 
 @struct.dataclass
 class Visibility:
-    """Query q attends to key k if k <= q <= until[k] and k's position is in the window of q."""
+    """Query q attends to key k if k <= q <= until[k] and k's position is in the window of q.
+
+    With `ahead`, it also attends to later keys of its sequence, k <= ahead[q].
+    """
 
     until: Any  # int32 [B, T], last place that sees the token; -1 at padding
     positions: Any  # int32 [B, T]; only differences within a sequence matter
+    ahead: Any = None  # int32 [B, T], last place of the token's image, or its own; None: its own
 
 
 def separate_segments(segments: Int[Array, "B T"]) -> Visibility:
@@ -60,6 +65,11 @@ def padded_range(segments, window, multiple: int):
 
 def check_separate(kernel: str, visibility: Visibility | None) -> None:
     """Raises NotImplementedError for rows with shared prefixes, which `kernel` does not support."""
+    if visibility is not None and visibility.ahead is not None:
+        raise NotImplementedError(
+            f"config.model.attention={kernel!r} does not support images whose tokens see each "
+            "other; set it to 'auto'"
+        )
     if visibility is not None:
         raise NotImplementedError(
             f"config.model.attention={kernel!r} does not support shared prefixes here, because a "
@@ -78,16 +88,19 @@ def visible_pairs(
     key: Int[Array, "*#B S"],
     until: Int[Array, "*#B S"],
     positions: Int[Array, "*#B S"],
+    ahead: Int[Array, "*#B M"] | None = None,
 ) -> jax.Array:
     """bool [*B, M, S]: whether queries at these places see keys at these places."""
     query, oldest = query[..., :, None], oldest[..., :, None]
     key, until, positions = (a[..., None, :] for a in (key, until, positions))
-    return sees(query, oldest, key, until, positions)
+    ahead = None if ahead is None else ahead[..., :, None]
+    return sees(query, oldest, key, until, positions, ahead)
 
 
-def sees(query, oldest, key, until, positions) -> jax.Array:
+def sees(query, oldest, key, until, positions, ahead=None) -> jax.Array:
     """Whether a query sees a key, elementwise over arrays that broadcast together."""
-    return (key <= query) & (query <= until) & (positions >= oldest)
+    last = query if ahead is None else ahead
+    return (key <= last) & (query <= until) & (positions >= oldest)
 
 
 @struct.dataclass
@@ -96,13 +109,16 @@ class Queries:
 
     place: Any  # int32 [n, M], in the row; -1 at padding, which sees no key
     oldest: Any  # int32 [n, M], first position in the window
+    ahead: Any = None  # int32 [n, M], last place that it sees; None: its own
 
     @classmethod
     def of(cls, segments: jax.Array, visibility: Visibility, window: int | jax.Array):
         """The queries of whole rows [B, T]."""
         places = jnp.arange(segments.shape[1], dtype=jnp.int32)
         oldest = oldest_position(visibility.positions, window)
-        return cls(jnp.where(segments > 0, places, -1), oldest)
+        ahead = visibility.ahead
+        ahead = None if ahead is None else jnp.where(segments > 0, ahead, -1)
+        return cls(jnp.where(segments > 0, places, -1), oldest, ahead)
 
 
 def seen_blocks(
@@ -117,7 +133,7 @@ def seen_blocks(
     """
     (B, S), never = keys.until.shape, jnp.iinfo(jnp.int32).max
     live = queries.place >= 0
-    last = jnp.max(queries.place, axis=-1)
+    last = jnp.max(queries.place if queries.ahead is None else queries.ahead, axis=-1)
     first = jnp.min(jnp.where(live, queries.place, never), axis=-1)
     oldest = jnp.min(jnp.where(live, queries.oldest, never), axis=-1)
     last, first, oldest = (a.reshape(B, -1, 1) for a in (last, first, oldest))

@@ -89,9 +89,10 @@ class AttentionConfig:
     names: tuple[str, str, str] = ("o_proj", "q_norm", "k_norm")
     scale: float | None = None  # of the scores; None: H ** -0.5
     softcap: float | None = None  # of the scores
+    whole_images: bool = False  # the tokens of an image see each other
 
     def spec(self, rules: Rules) -> AttentionSpec:
-        return AttentionSpec(self.score_scale, self.softcap, rules)
+        return AttentionSpec(self.score_scale, self.softcap, rules, self.whole_images)
 
     @property
     def score_scale(self) -> float:
@@ -116,7 +117,7 @@ class AttentionConfig:
     @property
     def kind(self) -> "AttentionConfig":
         """The same without the values that may differ between layers with equal parameters."""
-        names = ("rotary", "interleaved", "query_growth")
+        names = ("rotary", "interleaved", "query_growth", "mrope_section", "mrope_chunked")
         rope = Rope(**{name: getattr(self.rope, name) for name in names})
         if self.rope.query_growth:
             rope = dataclasses.replace(rope, original_len=self.rope.original_len)
@@ -365,6 +366,7 @@ def uniform_decoder(
     act: str = "silu",
     attn_scale: float | None = None,
     attn_softcap: float | None = None,
+    whole_images: bool = False,
     **model: Any,
 ) -> DecoderConfig:
     """L layers that differ in their windows only, and in the rotary embedding of those with one.
@@ -397,6 +399,7 @@ def uniform_decoder(
             joint_norm=joint_norm,
             scale=attn_scale,
             softcap=attn_softcap,
+            whole_images=whole_images,
         )
         layers.append(LayerConfig(mixer, ffn, norms, parallel))
     return DecoderConfig(family, D, V, tuple(layers), **model)

@@ -1,6 +1,7 @@
 """Values that differ between layers with equal parameters: rotation, window, cache, inputs."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,12 @@ def with_inputs(
         dataclasses.replace(place, inputs=inputs[layers.start : layers.stop : layers.step])
         for place, layers in zip(places, ranges, strict=True)
     ]
+
+
+def with_deep(places: Sequence[LayerPlace], deep: Float[Array, "n B T D"]) -> list[LayerPlace]:
+    """The places of a list of layers, whose first ones have a sum after them."""
+    first = [dataclasses.replace(place, deep=own) for place, own in zip(places, deep, strict=False)]
+    return [*first, *places[len(first) :]]
 
 
 def _rotations(cfg: DecoderConfig, layers: range) -> Rotation | None:

@@ -19,7 +19,9 @@ from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.kernels.visibility import Visibility
 from jaxrl.models.cache_layout import kept_layers
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Decoder, scan_layers, stacked_layers
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.image_features import ImageFeatures, check_images, image_visibility
+from jaxrl.models.layer_loop import scan_layers, stacked_layers
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from jaxrl.models.layers.linear import Linear
 from jaxrl.models.layers.mla import LatentHeads
@@ -41,6 +43,8 @@ def forward_packed(
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     *,
+    features: ImageFeatures | None = None,
+    axis_positions: Int[Array, "B T 3"] | None = None,
     rules: Rules,
     remat: str = "none",
     implementation: str | None = None,
@@ -57,6 +61,8 @@ def forward_packed(
         tokens,
         segments,
         positions,
+        features=features,
+        axis_positions=axis_positions,
         rules=rules,
         remat=remat,
         implementation=implementation,
@@ -74,6 +80,8 @@ def forward_routed(
     until: Int[Array, "B T"] | None = None,
     copies: Int[Array, "B T"] | None = None,
     experts: Int[Array, "B T L k"] | None = None,
+    features: ImageFeatures | None = None,
+    axis_positions: Int[Array, "B T 3"] | None = None,
     rules: Rules,
     remat: str = "none",
     implementation: str | None = None,
@@ -89,22 +97,35 @@ def forward_routed(
     (kernels/quantized_matmul.py), except those of experts and adapters. `mlp_chunk` is the
     number of tokens of a device whose MLP is computed at one time; 0 = all. Segments that share
     prefixes begin at multiples of `segment_align` tokens. `experts` are replayed where they are not
-    negative (models/router_replay.py).
+    negative (models/router_replay.py). `features` replace the embeddings of the tokens of images
+    (models/image_features.py); `axis_positions` are the positions by axis of a model that has them,
+    next to `positions`, the index in the sequence.
     """
+    check_images(model.cfg, features, axis_positions)
     model = with_mlp_chunk(with_matmul_dtype(model, matmul_dtype), mlp_chunk)
     visibility = None if until is None else Visibility(until, positions)
     weights = segments > 0 if copies is None else copies
+    rotary = positions if axis_positions is None else axis_positions
     if rules.layers is None:
-        packed = PackedRows(segments, visibility, rules, implementation, segment_align)
+        whole = image_visibility(model.cfg, features, segments, visibility, rules)
+        packed = PackedRows(segments, visibility, rules, implementation, segment_align, whole)
         given = _layers_first(experts)
         state = empty_kv(kept_layers(model.cfg), tokens.shape, model.embed.dtype, rules)
         hidden, _, load = model(
-            tokens, positions, packed, state, live=weights, rules=rules, remat=remat, experts=given
+            tokens,
+            rotary,
+            packed,
+            state,
+            live=weights,
+            rules=rules,
+            remat=remat,
+            experts=given,
+            features=features,
         )
         return hidden, load
-    x = model.embed_tokens(tokens, rules)
-    layers, places = stacked_layers(model, rules)
-    rows = positions, segments, weights, visibility, experts
+    x = _embed_outside_stages(model, tokens, features, rules)
+    layers, places = stacked_layers(model.cfg, model.layers, rules)
+    rows = rotary, segments, weights, visibility, experts
     stage = _stage(model.cfg, rules, remat, implementation, segment_align)
     x, load = run_stages(stage, (layers, places), x, rows, rules=rules)
     return model.finish(x), load
@@ -139,7 +160,7 @@ def pipelined_gradients(
     """
     trained, frozen = split(model)
     top = _with_layers(trained, jax.tree.map(lambda _: optax.MaskedNode(), trained.layers))
-    layers, places = stacked_layers(trained, rules)
+    layers, places = stacked_layers(model.cfg, trained.layers, rules)
     run = _stage(model.cfg, rules, remat, implementation, segment_align)
 
     def stage(layers, constants, x, *rows):
@@ -162,7 +183,7 @@ def pipelined_gradients(
         stage,
         loss,
         layers,
-        (stacked_layers(frozen, rules)[0], places),
+        (stacked_layers(model.cfg, frozen.layers, rules)[0], places),
         top,
         x,
         (positions, segments, weights, visibility, experts),
@@ -185,9 +206,11 @@ class PackedRows:
     rules: Rules
     implementation: str | None
     align: int = 1  # segments begin at, and share prefixes of, multiples of so many tokens
+    image_visibility: Visibility | None = None  # where the tokens of an image see each other
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state, sinks=None):
         attend = ring_attention if self.rules.ring else attention
+        whole = self.image_visibility if spec.whole_images else None
         out = attend(
             q,
             k,
@@ -195,7 +218,7 @@ class PackedRows:
             spec=spec,
             segments=self.segments,
             window=window,
-            visibility=self.visibility,
+            visibility=self.visibility if whole is None else whole,
             sinks=sinks,
             implementation=self.implementation,
         )
@@ -233,6 +256,26 @@ class PackedRows:
         order = functools.partial(unshuffle, rules=self.rules)
         segments, visibility = jax.tree.map(order, (self.segments, self.visibility))
         return dict(segments=segments, visibility=visibility, align=self.align, rules=whole)
+
+
+def _embed_outside_stages(
+    model: Decoder, tokens: Int[Array, "B T"], features: ImageFeatures | None, rules: Rules
+) -> Float[Array, "B T D"]:
+    """The input of a pipeline. Raises NotImplementedError for features that its stages need."""
+    x = model.embed_tokens(tokens, rules)
+    if features is None:
+        return x
+    if features.deep is not None:
+        raise NotImplementedError(
+            "deepstack features are not supported in a pipeline, whose later stages do not have "
+            "the first layers; set config.mesh.stage=1"
+        )
+    if any(mixer.whole_images for mixer in model.cfg.attention_layers):
+        raise NotImplementedError(
+            f"images whose tokens see each other ({model.cfg.family}) are not supported in a "
+            "pipeline; set config.mesh.stage=1"
+        )
+    return features.insert(x, rules)
 
 
 def _stage(

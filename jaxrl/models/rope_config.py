@@ -31,7 +31,27 @@ class Rope:
     interleaved: bool = False  # the features of a pair are adjacent, not half of them apart
     # Queries at position p are scaled by 1 + query_growth ln(1 + floor(p / original_len)).
     query_growth: float = 0.0
-    mrope_section: tuple[int, ...] = ()  # pairs by axis of an image; positions of text are equal
+    # Pairs by axis of an image (time, height, width); the three positions of text are equal.
+    mrope_section: tuple[int, ...] = ()
+    mrope_chunked: bool = False  # the pairs of an axis are adjacent, not every third one
+
+    def pair_axes(self, n_pairs: int) -> tuple[int, ...]:
+        """The axis of an image whose position rotates each pair; () without `mrope_section`.
+
+        Interleaved: every third pair is one of height, the one after it of width, up to their
+        numbers; the others are of time. Raises ValueError if chunks are not all pairs.
+        """
+        if not self.mrope_section:
+            return ()
+        if not self.mrope_chunked:
+            ends = tuple(3 * n for n in self.mrope_section)
+            return tuple(i % 3 if i < ends[i % 3] else 0 for i in range(n_pairs))
+        if sum(self.mrope_section) != n_pairs:
+            raise ValueError(
+                f"mrope_section {list(self.mrope_section)} has {sum(self.mrope_section)} pairs of "
+                f"features, and {n_pairs} are rotated; use the model's own config.json"
+            )
+        return tuple(axis for axis, n in enumerate(self.mrope_section) for _ in range(n))
 
 
 PLAIN_ROPE = Rope()

@@ -65,7 +65,9 @@ class Mask:
         queries, at = jax.tree.map(lambda a: a[i], self.queries), j * BLOCK
         keys = jax.tree.map(lambda a: lax.dynamic_slice(a, (row, at), (1, BLOCK))[0], self.keys)
         key = self.start + at + jnp.arange(BLOCK, dtype=jnp.int32)
-        return visible_pairs(queries.place, queries.oldest, key, keys.until, keys.positions)[None]
+        return visible_pairs(
+            queries.place, queries.oldest, key, keys.until, keys.positions, queries.ahead
+        )[None]
 
 
 def attention_blockwise(

@@ -33,7 +33,7 @@ def attention_reference(
     scores = spec.scores(scores)
     rows = visibility or separate_segments(segments)
     oldest, place = oldest_position(rows.positions, window), jnp.arange(T)[None]
-    visible = visible_pairs(place, oldest, place, rows.until, rows.positions)
+    visible = visible_pairs(place, oldest, place, rows.until, rows.positions, rows.ahead)
     probs = softmax_with_sinks(jnp.where(visible[:, None, None], scores, MASKED), sinks)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(jnp.float32), out_sharding=grouped)
     out = jnp.where(segments[:, :, None, None, None] > 0, out, 0.0)

@@ -80,6 +80,7 @@ class TreeMask:
     until: Any  # int32 [B, T], of keys
     positions: Any  # int32 [B, T], of keys
     oldest: Any  # int32 [B, T], first position in the window of each query
+    ahead: Any = None  # int32 [B, T], last place that each query sees; None: its own
 
     @classmethod
     def of(cls, segments, window, visibility: Visibility) -> "TreeMask":
@@ -89,20 +90,24 @@ class TreeMask:
         # A softmax over no key is not finite.
         until = jnp.where(segments > 0, visibility.until, jnp.arange(T, dtype=jnp.int32))
         padding = jnp.arange(T, T + -T % BLOCK, dtype=jnp.int32)
+        padding = jnp.broadcast_to(padding, (B, len(padding)))
+        ahead = visibility.ahead
         return cls(
-            until=jnp.concatenate([until, jnp.broadcast_to(padding, (B, len(padding)))], axis=1),
+            ahead=None if ahead is None else jnp.concatenate([ahead, padding], axis=1),
+            until=jnp.concatenate([until, padding], axis=1),
             positions=pad_axis(visibility.positions, 1, BLOCK),
             oldest=pad_axis(jnp.where(segments > 0, oldest, 0), 1, BLOCK),
         )
 
     def specs(self, of_queries: pl.BlockSpec, of_keys: pl.BlockSpec) -> "TreeMask":
-        return TreeMask(of_keys, of_keys, of_queries)
+        return TreeMask(of_keys, of_keys, of_queries, None if self.ahead is None else of_queries)
 
     def _seen(self, queries: int, keys: int):
         """bool [B, n, m]: which blocks of keys each block of queries visits, by their tokens."""
         B, T = self.until.shape
         places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-        blocks = Queries(places.reshape(-1, queries), self.oldest.reshape(-1, queries))
+        blocks = Queries(places, self.oldest, self.ahead)
+        blocks = jax.tree.map(lambda a: a.reshape(-1, queries), blocks)
         return seen_blocks(blocks, Visibility(self.until, self.positions), block=keys)
 
     def key_blocks(self, own: int) -> tuple[jax.Array, jax.Array]:
@@ -113,6 +118,8 @@ class TreeMask:
         """First query block of each `own` keys, and the one after the last to see them; [B, n]."""
         begin = own // BLOCK * jnp.arange(n, dtype=jnp.int32)
         seen = self._seen(BLOCK, own)
+        if self.ahead is not None:
+            begin = jnp.minimum(begin, jnp.argmax(seen, axis=1))
         after = jnp.arange(1, seen.shape[1] + 1, dtype=jnp.int32)
         last = jnp.max(jnp.where(seen, after[:, None], 0), axis=1)
         return jnp.broadcast_to(begin, last.shape), last
@@ -124,7 +131,7 @@ class TreeMask:
         return 0, count[b, i], lambda visit: visited[b, i, visit]
 
     def queries(self, at: Any = ...) -> tuple[jax.Array, ...]:
-        return (self.oldest[at],)
+        return (self.oldest[at], *(() if self.ahead is None else (self.ahead[at],)))
 
     def keys(self, at: Any = ...) -> tuple[jax.Array, ...]:
         return self.until[at], self.positions[at]
@@ -132,8 +139,8 @@ class TreeMask:
     @staticmethod
     def visible(query, queries, key, keys):
         """Whether queries see keys, by the places and the numbers of both, which broadcast."""
-        (oldest,), (until, positions) = queries, keys
-        return sees(query, oldest, key, until, positions)
+        (oldest, *ahead), (until, positions) = queries, keys
+        return sees(query, oldest, key, until, positions, *ahead)
 
 
 TritonMask = RangeMask | TreeMask

@@ -49,7 +49,13 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     rope, local = rotary.read_layer_ropes(c, "gemma3", theta=1_000_000.0, local_theta=10_000.0)
     period = 1 if c.get("layer_types") else fields.read_period(c, 6)
     return gemma2.gemma_config(
-        c, "gemma3", period=period, rope=rope, local_rope=local, qk_norm=True
+        c,
+        "gemma3",
+        period=period,
+        rope=rope,
+        local_rope=local,
+        qk_norm=True,
+        whole_images=True,
     )
 
 

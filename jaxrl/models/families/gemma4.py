@@ -93,8 +93,8 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     c = DEFAULTS | dict(c)
     if (kind := c.get("use_bidirectional_attention")) not in (None, False, "vision"):
         raise ValueError(
-            f"use_bidirectional_attention is {shown(kind)}; only 'vision' is supported, which "
-            "changes no token of text. Use a causal checkpoint"
+            f"use_bidirectional_attention is {shown(kind)}; only 'vision' is supported, by which "
+            "the tokens of an image see each other. Use a causal checkpoint"
         )
     act = fields.read_activation(c, "hidden_activation")
     types = layer_types(c)
@@ -151,6 +151,8 @@ def attention(c: fields.ConfigJson, kind: str) -> AttentionConfig:
         v_norm=True,
         k_eq_v=k_eq_v,
         scale=1.0,
+        # transformers: not in global layers
+        whole_images=kind == rotary.LOCAL and c.get("use_bidirectional_attention") == "vision",
     )
 
 
@@ -265,6 +267,7 @@ def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
         final_logit_softcapping=cfg.logit_softcap,
         hidden_size_per_layer_input=cfg.input_P,
         vocab_size_per_layer_input=cfg.input_V or cfg.V,
+        use_bidirectional_attention="vision" if local.whole_images else None,
         num_kv_shared_layers=sum(mixer.reads_kv for mixer in mixers),
         use_double_wide_mlp=cfg.layers[-1].ffn.dense_features > cfg.layers[0].ffn.dense_features,
         **experts_json(cfg),

@@ -65,7 +65,7 @@ def hybrid_config(
     plain = fields.base_config(
         c,
         family,
-        rope=rotary.read_rope(c, partial=True, mrope=True),
+        rope=rotary.read_rope(c, partial=True, mrope=rotary.INTERLEAVED),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,

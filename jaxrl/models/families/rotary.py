@@ -36,6 +36,7 @@ KNOWN = {
 }
 # Positions of images; those of text are equal on all axes.
 MROPE = {"mrope_section", "mrope_interleaved"}
+INTERLEAVED, CHUNKED = "interleaved", "chunked"
 
 
 def read_rope(
@@ -43,13 +44,14 @@ def read_rope(
     *,
     theta: float = 10_000.0,
     partial: bool = False,
-    mrope: bool = False,
+    mrope: str = "",
     neutral: Collection[str] = (),
 ) -> Rope:
     """Rotary embedding of all layers; `theta` is the family's default base.
 
     `partial`: the family may rotate a part of each head only. `mrope`: it may have positions of
-    images. `neutral`: entries without effect on the family.
+    images, and its pairs of an axis are "interleaved" or "chunked". `neutral`: entries without
+    effect on the family.
 
     A non-empty rope_scaling replaces rope_parameters, as in transformers. Raises ValueError for
     scalings that are not in `ROPE_KINDS`, and if the replaced entry has another base.
@@ -74,10 +76,34 @@ def read_rope(
     if partial:
         share = float(entries.pop("partial_rotary_factor", 1.0))
     if mrope:
-        section, neutral = tuple(entries.get("mrope_section") or ()), MROPE
+        section, neutral = _read_section(entries, mrope), MROPE
     entries = {name: value for name, value in entries.items() if name not in neutral}
     rope = parse_rope(entries, max_len=c["max_position_embeddings"])
-    return dataclasses.replace(rope, rotary=share, mrope_section=section)
+    chunked = mrope == CHUNKED and bool(section)
+    return dataclasses.replace(rope, rotary=share, mrope_section=section, mrope_chunked=chunked)
+
+
+def _read_section(entries: dict[str, Any], mrope: str) -> tuple[int, ...]:
+    """`mrope_section`, of which transformers reads three numbers in one order for each family.
+
+    Older files of models with chunks name the type "mrope", which is "default" in `entries` then.
+    """
+    section = tuple(entries.get("mrope_section") or ())
+    if section and (len(section) != 3 or min(section) < 0):
+        raise ValueError(
+            f"mrope_section is {shown(list(section))}; write three numbers of feature pairs, of "
+            "time, height and width"
+        )
+    known = mrope == INTERLEAVED
+    if (found := entries.get("mrope_interleaved", known)) != known:
+        raise ValueError(
+            f"mrope_interleaved is {shown(found)}, and transformers computes this model as if it "
+            f"were {shown(known)}; set it to that if the weights may be used so"
+        )
+    for name in ("rope_type", "type"):
+        if mrope == CHUNKED and entries.get(name) == "mrope":
+            entries[name] = "default"
+    return section
 
 
 def top_entries(c: ConfigJson, theta: float) -> dict[str, Any]:
@@ -217,5 +243,14 @@ def parameters_json(rope: Rope) -> dict[str, Any]:
     """An object of `rope_parameters` with the base and the scaling of one kind of layer."""
     partial = {} if rope.rotary == 1 else dict(partial_rotary_factor=rope.rotary)
     kind = scaling_json(rope) or dict(rope_type="default")
-    section = dict(mrope_section=list(rope.mrope_section), mrope_interleaved=True)
-    return dict(rope_theta=rope.theta) | partial | kind | (section if rope.mrope_section else {})
+    section = {} if not rope.mrope_section else dict(mrope_section=list(rope.mrope_section))
+    if section and not rope.mrope_chunked:
+        section |= dict(mrope_interleaved=True)
+    return dict(rope_theta=rope.theta) | partial | kind | section
+
+
+def with_parameters(base: dict[str, Any], rope: Rope) -> dict[str, Any]:
+    """The entries `base` with `rope_parameters` in place of the older names."""
+    older = ("rope_theta", "rope_scaling")
+    rest = {name: value for name, value in base.items() if name not in older}
+    return rest | dict(rope_parameters=parameters_json(rope))

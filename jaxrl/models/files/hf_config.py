@@ -32,12 +32,14 @@ from jaxrl.models.families import (
     olmo3,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen2_moe,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     seed_oss,
     smollm3,
     starcoder2,
@@ -80,6 +82,8 @@ FAMILIES = {
     "starcoder2": starcoder2,
     "lfm2": lfm2,
     "muse_glimmer": muse_glimmer,
+    "qwen3_vl": qwen3_vl,
+    "qwen2_5_vl": qwen2_5_vl,
 }
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
@@ -90,6 +94,8 @@ MODEL_TYPES = {name: name for name in FAMILIES} | {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "muse_glimmer_text": "muse_glimmer",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl",
 }
 # Model types whose language model is a part, and the modules that find it.
 IMAGE_AND_TEXT = {
@@ -99,6 +105,8 @@ IMAGE_AND_TEXT = {
     "qwen3_5_moe": qwen3_5_moe,
     "mistral3": mistral3,
     "muse_glimmer": muse_glimmer,
+    "qwen3_vl": qwen3_vl,
+    "qwen2_5_vl": qwen2_5_vl,
 }
 
 

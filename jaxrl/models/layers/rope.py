@@ -28,6 +28,8 @@ class Rotation:
     amplitude: types.Array | None = None  # float32 [], factor of rotated pairs; None: 1
     # The features of a pair are adjacent, not half of the rotated ones apart.
     interleaved: bool = struct.field(pytree_node=False, default=False)
+    # The axis of an image whose position rotates each pair; () if there are no images.
+    axes: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
 
 def rotations(mixers: Sequence[AttentionConfig | MLAConfig]) -> Rotation:
@@ -41,7 +43,8 @@ def rotations(mixers: Sequence[AttentionConfig | MLAConfig]) -> Rotation:
     amplitudes = np.array([mixer.rope.attention_factor for mixer in mixers], np.float32)
     inv_freq = np.stack([inverse_frequencies(mixer.rope, n_rotated(mixer)) for mixer in mixers])
     amplitude = amplitudes if np.any(amplitudes != 1) else None
-    return Rotation(inv_freq, amplitude, mixers[0].rope.interleaved)
+    rope = mixers[0].rope
+    return Rotation(inv_freq, amplitude, rope.interleaved, rope.pair_axes(inv_freq.shape[-1]))
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -103,9 +106,12 @@ def _divided_share(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], rotation: Rotation
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T *axes"], rotation: Rotation
 ) -> Float[Array, "B T N H"]:
     """Rotates the feature pairs (x[i], x[i + R/2]) by position * inv_freq[i], in float32.
+
+    With images, positions are [B, T, 3]: each pair has that of its axis (M-RoPE,
+    https://arxiv.org/abs/2409.12191).
 
     Interleaved pairs are (x[2 i], x[2 i + 1]). R is twice the number of frequencies; features from
     R on stay as they are. Rotated pairs are scaled by the amplitude, so scores are scaled by its
@@ -114,7 +120,10 @@ def rotate(
     R = 2 * rotation.inv_freq.shape[-1]
     if x.shape[-1] > R:
         return jnp.concatenate([rotate(x[..., :R], positions, rotation), x[..., R:]], axis=-1)
-    angles = positions[:, :, None, None].astype(jnp.float32) * rotation.inv_freq
+    of_pairs = positions[:, :, None, None]
+    if positions.ndim == 3:
+        of_pairs = _positions_of_pairs(positions[:, :, None], rotation.axes)
+    angles = of_pairs.astype(jnp.float32) * rotation.inv_freq
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rotation.amplitude is not None:
         cos, sin = cos * rotation.amplitude, sin * rotation.amplitude
@@ -133,6 +142,15 @@ def rotate(
     if rotation.interleaved:
         return jnp.stack(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def _positions_of_pairs(
+    positions: Int[Array, "B T 1 3"], axes: tuple[int, ...]
+) -> Int[Array, "B T 1 P"]:
+    """The position of each pair, on its axis."""
+    time, height, width = (positions[..., i : i + 1] for i in range(3))
+    axis = np.array(axes)
+    return jnp.where(axis == 0, time, jnp.where(axis == 1, height, width))
 
 
 @jax.custom_vjp

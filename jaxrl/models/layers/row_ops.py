@@ -70,3 +70,4 @@ class LayerPlace:
     # int16 [B, T, k], experts to replay, negative where the router chooses; None: it always does
     experts: types.Array | None = None
     inputs: types.Array | None = None  # [B, T, P], of this layer by token; None: models without
+    deep: types.Array | None = None  # [B, T, D], features of images to add after it; None: none
