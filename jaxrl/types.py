@@ -152,6 +152,15 @@ class Demonstration:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlacedImage:
+    """An image in the tokens of a sequence, which has a placeholder for each of its features."""
+
+    start: int  # index of the first placeholder in prompt + response
+    n_tokens: int
+    digest: str  # of its content: images with equal ones have the same features
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingSample:
     """One sequence with everything that the loss needs. Packing turns samples into a `Batch`.
 
@@ -165,6 +174,9 @@ class TrainingSample:
     behavior_logp: np.ndarray | None = None  # float32 [response_len]; None: equal to rollout_logp
     support: TokenSets | None = None  # tokens that ratios are restricted to; None: all
     experts: np.ndarray | None = None  # [response_len, L, k], to replay where loss_mask is True
+    images: tuple[PlacedImage, ...] = ()  # in the order of their places
+    # int32 [3, prompt_len + response_len], positions by axis (models/mrope.py); None: one position
+    axis_positions: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None  # float32 [response_len], at the ends of turns
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
     advantages: np.ndarray | None = None  # float32 [response_len]
@@ -222,6 +234,10 @@ class Batch:
     # The experts of tokens[:, t] to replay: data.routing.PackedExperts on the host, int16
     # [B, T, L, k] on the device, negative where the router chooses; None: everywhere
     experts: Any = None
+    # The features of images: data.image_places.PackedImages on the host,
+    # models.image_features.ImageFeatures on the device; None: no images
+    images: Any = None
+    axis_positions: Any = None  # int32 [B, T, 3], positions of M-RoPE; None: those of `positions`
 
 
 @struct.dataclass

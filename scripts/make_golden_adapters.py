@@ -44,6 +44,7 @@ TARGETS = {  # of checkpoints with other layers
 # Checkpoints without an adapter: their linear layers are those of others.
 WITHOUT = ("cohere2", "exaone4", "gemma", "granite", "ministral3", "olmo2", "olmo3")
 WITHOUT += ("lfm2", "mistral3", "muse_glimmer", "qwen2_moe", "seed_oss", "smollm3")
+WITHOUT += ("qwen2_5_vl", "qwen3_vl")
 DORA = ("gemma2", "mixtral", "qwen2", "qwen3_5")  # checkpoints with a DoRA adapter
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
 TABLES = ("llama", "qwen2")  # checkpoints with adapters of the embedding table and the output head

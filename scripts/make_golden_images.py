@@ -1,9 +1,9 @@
 """Writes what transformers' language models compute from features of images.
 
-tests/models/golden_images/<name>.npz has, for a tiny checkpoint of tests/models/golden/, two rows of
-tokens with images, the features that replace their placeholders, those that are added to the first
-hidden states (deepstack), positions by axis (M-RoPE), and torch's logits. positions.json has the
-positions of `get_rope_index` for lists of texts and images.
+tests/models/golden_images/<name>.npz has, for a tiny checkpoint of tests/models/golden/, two rows
+of tokens with images, the features that replace their placeholders, those that are added to the
+first hidden states (deepstack), positions by axis (M-RoPE), and torch's logits. positions.json has
+the positions of `get_rope_index` for lists of texts and images.
 
     /tmp/torch/bin/python scripts/make_golden_images.py tests/models
 """

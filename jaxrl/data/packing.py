@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.image_places import pack_axis_positions, pack_images
 from jaxrl.data.routing import pack_experts
 from jaxrl.data.rows import (
     Chain,
@@ -263,16 +264,24 @@ def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ra
     for micro, T in enumerate(T_of):
         cut = slice(offset[micro], offset[micro + 1])
         batch = Batch(**{name: flat[cut].reshape(-1, T) for name, flat in fields.items()})
+        items = np.flatnonzero(at.micro == micro)
         spans = tuple(
-            Span(int(i), int(at.row[i]), int(first_target[i]), int(response_len[i]))
-            for i in np.flatnonzero(at.micro == micro)
+            Span(int(i), int(at.row[i]), int(first_target[i]), int(response_len[i])) for i in items
         )
         if any(samples[s.item].support is not None for s in spans):
             located = [(samples[s.item].support, int(s.row * T + s.start)) for s in spans]
             batch = dataclasses.replace(batch, support=pack_sets(located))
         routed = [(samples[s.item].experts, samples[s.item].loss_mask, s) for s in spans]
         experts = pack_experts([(e, mask, int(s.row * T + s.start)) for e, mask, s in routed])
-        batch = dataclasses.replace(batch, experts=experts)
+        parts = [
+            (samples[i], int(at.row[i] * T + at.start[i]), int(at.skipped[i])) for i in items
+        ]
+        batch = dataclasses.replace(
+            batch,
+            experts=experts,
+            images=pack_images(parts, batch.tokens.shape),
+            axis_positions=pack_axis_positions(parts, batch.positions),
+        )
         packed.append(Packed(batch, spans))
     return packed
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrl.data.image_places import between_images, content_tokens
 from jaxrl.types import TrainingSample
 
 RowShape = tuple[int, int]  # (rows per data-parallel rank, tokens of a row)
@@ -47,20 +48,22 @@ def sharing_order(samples: Sequence[TrainingSample], lens: np.ndarray, align: in
 
     An episode's samples stay together, the shortest prompt first: the prompts of the others contain
     its responses. `lens` are the lengths in a row; shared lengths are multiples of `align`.
+    Placeholders are common if their images are, and no image is divided.
     """
+    content = content_tokens(samples)
     firsts = [i for i, s in enumerate(samples) if i == 0 or s.branch == 0]
     episodes = [
         sorted(range(begin, end), key=lambda i: len(samples[i].prompt_tokens))
         for begin, end in zip(firsts, [*firsts[1:], len(samples)], strict=True)
     ]
-    episodes.sort(key=lambda items: samples[items[0]].prompt_tokens.astype(np.int32).tobytes())
+    episodes.sort(key=lambda items: content[items[0]][0].astype(np.int32).tobytes())
     items = np.array([i for episode in episodes for i in episode])
     shared = np.zeros(len(items), int)
     for k in range(1, len(items)):
-        before, own = samples[items[k - 1]], samples[items[k]]
-        given = own.prompt_tokens[:-1][: max(lens[items[k]] - 1, 0)]
-        inputs = np.concatenate([before.prompt_tokens, before.tokens])[:-1]
-        shared[k] = _common_len(inputs, given) // align * align
+        before, (prompt, _) = content[items[k - 1]], content[items[k]]
+        given = prompt[:-1][: max(lens[items[k]] - 1, 0)]
+        inputs = np.concatenate(before)[:-1]
+        shared[k] = between_images(samples[items[k]], _common_len(inputs, given), align)
     return PrefixOrder(items, shared)
 
 

@@ -105,7 +105,7 @@ def value_objective(
     rules: Rules,
 ) -> tuple[Float[Array, ""], LossSums]:
     """`value_sums` of a separate critic from its final hidden states."""
-    values = params.scores(hidden, rules)
+    values, batch = params.scores(hidden, rules), _without_images(batch)
     values, batch = jax.tree.map(lambda rows: unshuffle(rows, rules), (values, batch))
     return value_sums(values, batch, cfg=cfg)
 
@@ -127,7 +127,7 @@ def policy_objective(
     scores = _scorer(params, hidden, batch, cfg=cfg, rules=rules)(ref=ref)
     values = params.scores(hidden, rules) if cfg.critic.shared else None
     restricted = batch.support is not None
-    per_token = scores, values, dataclasses.replace(batch, support=None)
+    per_token = scores, values, dataclasses.replace(_without_images(batch), support=None)
     scores, values, batch = jax.tree.map(lambda rows: unshuffle(rows, rules), per_token)
     loss, sums = token_loss_sums(
         scores.logp,
@@ -146,6 +146,11 @@ def policy_objective(
         )
     total = {"loss/total": jax.lax.stop_gradient(loss)}
     return loss, dataclasses.replace(sums, losses=sums.losses | total)
+
+
+def _without_images(batch: Batch) -> Batch:
+    """The batch without the inputs of the decoder that are not of the shape [B, T]."""
+    return dataclasses.replace(batch, images=None, axis_positions=None)
 
 
 def loss_sums(
@@ -211,7 +216,13 @@ def _gradients_1f1b(
     rules: Rules,
 ) -> tuple[Tree, LossSums]:
     """`loss_gradients` row by row. The hidden states of a reference are those of all rows."""
+    if batch.images is not None or batch.axis_positions is not None:
+        raise NotImplementedError(
+            "images are not supported in a pipeline with the schedule "
+            f"{cfg.learner.pipeline_schedule!r}; set config.learner.pipeline_schedule='gpipe'"
+        )
     inputs, batch = _packed_inputs(batch, cfg), dataclasses.replace(batch, experts=None)
+    del inputs["features"], inputs["axis_positions"]
     ref = _reference(ref_params, batch, cfg=cfg, rules=rules)
     hidden_ref, unembed_ref = ref or (None, None)
 
@@ -288,6 +299,8 @@ def _packed_inputs(batch: Batch, cfg: RunConfig) -> dict[str, Any]:
         until=batch.until if cfg.shares_prefixes else None,
         copies=batch.copies,
         experts=batch.experts,
+        features=batch.images,
+        axis_positions=batch.axis_positions,
         implementation=None if cfg.model.attention == "auto" else cfg.model.attention,
         matmul_dtype=cfg.learner.matmul_dtype,
         mlp_chunk=cfg.learner.mlp_chunk,

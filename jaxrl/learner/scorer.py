@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxrl.config.keys import RunConfig, ScoringConfig
+from jaxrl.data.image_places import join_axis_positions, join_packed_images
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.routing import all_experts, join_packed_experts
 from jaxrl.data.support import join_packed
@@ -132,12 +133,17 @@ class Scorer:
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
     """Host batches of one shape as one batch, with the rows of the first one first."""
-    plain = [dataclasses.replace(part, support=None, experts=None) for part in parts]
+    other = dict(support=None, experts=None, images=None, axis_positions=None)
+    plain = [dataclasses.replace(part, **other) for part in parts]
     joined, size = jax.tree.map(lambda *rows: np.concatenate(rows), *plain), parts[0].tokens.size
     return dataclasses.replace(
         joined,
         support=join_packed([part.support for part in parts], size),
         experts=join_packed_experts([part.experts for part in parts], size),
+        images=join_packed_images([part.images for part in parts]),
+        axis_positions=join_axis_positions(
+            [(part.axis_positions, part.positions) for part in parts]
+        ),
     )
 
 

@@ -77,7 +77,15 @@ def put_batch(
 
 
 def for_device(batch: Batch, n_vocab: int = 0, routing: tuple[int, int] | None = None) -> Batch:
-    """A host batch whose supports and experts are arrays, as in `put_batch`."""
+    """A host batch whose supports and experts are arrays, as in `put_batch`.
+
+    Raises NotImplementedError for images, whose features a vision tower computes.
+    """
+    if batch.images is not None:
+        raise NotImplementedError(
+            "training on images is not supported yet: no vision tower computes their features; "
+            "leave out the images of the dataset"
+        )
     shape = batch.tokens.shape
     return dataclasses.replace(
         batch,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.visibility import Visibility, separate_segments
 from jaxrl.models.config import DecoderConfig
-from sharding import Rules
+from sharding import Rules, unshuffle, zigzag
 
 TEXT = -1  # in `ImageFeatures.index`: the token is not one of an image
 
@@ -60,17 +60,17 @@ class ImageFeatures:
     def insert(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
         """The embeddings with those of images replaced."""
         found = self._of_tokens(self.rows, x.dtype, rules)
-        return jnp.where(self._whole_index(rules)[..., None] >= 0, found, x)
+        return jnp.where(self._index(rules)[..., None] >= 0, found, x)
 
     def deep_sums(self, dtype: DTypeLike, rules: Rules) -> Float[Array, "n B T D"] | None:
         """What is added to the hidden states after each of the first layers."""
         if self.deep is None:
             return None
-        image = self._whole_index(rules)[..., None] >= 0
+        image = self._index(rules)[..., None] >= 0
         sums = [jnp.where(image, self._of_tokens(rows, dtype, rules), 0) for rows in self.deep]
         return jnp.stack(sums)
 
-    def _whole_index(self, rules: Rules) -> Int[Array, "B T"]:
+    def _index(self, rules: Rules) -> Int[Array, "B T"]:
         return jax.reshard(self.index, rules.spec("batch", "time"))
 
     def _of_tokens(
@@ -78,7 +78,7 @@ class ImageFeatures:
     ) -> Float[Array, "B T D"]:
         """The row of each token; any row at tokens of text."""
         rows = jax.reshard(rows.astype(dtype), rules.spec(None, "embed"))
-        index = jnp.maximum(self._whole_index(rules), 0)
+        index = jnp.maximum(self._index(rules), 0)
         return rows.at[index].get(out_sharding=rules.spec("batch", "time", "embed"))
 
 
@@ -120,16 +120,21 @@ def image_visibility(
     whole = any(mixer.whole_images for mixer in cfg.attention_layers)
     if features is None or not whole:
         return None
-    if rules.ring:
-        raise NotImplementedError(
-            "ring attention does not support images whose tokens see each other "
-            f"({cfg.family}); set config.learner.sequence_parallel='ulysses'"
-        )
     rows = rules.spec("batch", None)
-    segments, image = jax.reshard(segments, rows), jax.reshard(features.is_image, rows)
-    T = segments.shape[1]
-    places = lax.broadcasted_iota(jnp.int32, segments.shape, 1)
-    stays = jnp.pad(image[:, 1:] & (segments[:, 1:] == segments[:, :-1]), ((0, 0), (0, 1)))
-    last = lax.cummin(jnp.where(image & stays, T, places), axis=1, reverse=True)
-    base = separate_segments(segments) if visibility is None else visibility
-    return dataclasses.replace(base, ahead=last)
+
+    def in_order(a: jax.Array) -> jax.Array:
+        return unshuffle(jax.reshard(a, rows), rules)
+
+    def as_given(a: jax.Array) -> jax.Array:
+        if not rules.ring:
+            return a
+        return a.at[:, zigzag(a.shape[1], rules.ring_size)].get(out_sharding=rows)
+
+    segments, image = in_order(segments), in_order(features.is_image)
+    T, places = segments.shape[1], lax.broadcasted_iota(jnp.int32, segments.shape, 1)
+    stays = image[:, :-1] & image[:, 1:] & (segments[:, 1:] == segments[:, :-1])
+    ends = jnp.where(jnp.pad(stays, ((0, 0), (0, 1))), T, places)
+    last = as_given(lax.cummin(ends, axis=1, reverse=True))
+    if visibility is None:
+        visibility = jax.tree.map(as_given, separate_segments(segments))
+    return dataclasses.replace(visibility, ahead=last)

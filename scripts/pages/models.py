@@ -207,6 +207,8 @@ OTHERS = {
     "bigcode/starcoder2-3b": "`starcoder2`",
     "LiquidAI/LFM2-1.2B": "`lfm2`; a slot of state for short convolutions",
     "meta-models/Muse-Glimmer-30B": "`muse_glimmer`",
+    "Qwen/Qwen3-VL-8B-Instruct": "`qwen3_vl`; the language model",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "`qwen2_5_vl`; the language model",
 }
 
 INDEX = """\

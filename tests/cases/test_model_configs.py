@@ -46,12 +46,14 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "models" / "golden_configs"
 CASES = {case["name"]: case for case in json.loads((GOLDEN / "configs.json").read_text())}
 LENGTH, SHOWN = 24, [6, 14, 23]
+IMAGE_MODELS = ("qwen3_vl", "qwen2_5_vl")
 FAMILY_TYPES = {name: name for name in FAMILIES}
 FAMILY_TYPES |= {
-    name: f"{name}_text" for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "muse_glimmer")
+    name: f"{name}_text"
+    for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "muse_glimmer", *IMAGE_MODELS)
 }
-# transformers has no text-only class of muse_glimmer, and none is drawn of gemma4.
-UNDRAWN = ("muse_glimmer_text", "gemma4_text")
+# transformers has no text-only class of muse_glimmer and Qwen-VL, and none is drawn of gemma4.
+UNDRAWN = ("muse_glimmer_text", "gemma4_text", *(f"{name}_text" for name in IMAGE_MODELS))
 DRAWN_TYPES = [kind for kind in FAMILY_TYPES.values() if kind not in UNDRAWN]
 SIZES = dict(
     hidden_size=32,

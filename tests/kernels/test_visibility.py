@@ -169,6 +169,12 @@ def test_a_tree_of_prefixes_gives_the_numbers_of_separate_sequences(one_device, 
 def test_rows_with_a_tree_may_be_sharded_over_devices(attend, rules, mesh):
     arrays, segments, visibility = problem()
     arrays = [*arrays[:3], arrays[3] * (segments > 0)[:, :, None, None]]
+    got = on_devices(attend, rules, mesh, arrays, segments, visibility)
+    assert_close(got, alone(50, 3.0))
+
+
+def on_devices(attend, rules, mesh, arrays, segments, visibility):
+    """`value_and_grad` with the WINDOW on a mesh, in the order of the row."""
     with jax.set_mesh(make_mesh(**mesh)):
         names = ("heads", "kv_heads", "kv_heads", "heads")
         placed = [
@@ -182,8 +188,7 @@ def test_rows_with_a_tree_may_be_sharded_over_devices(attend, rules, mesh):
         found = value_and_grad(
             attend, placed, *rows, rules=rules, window=jnp.int32(50), softcap=3.0
         )
-        got = [in_order(row_order, np.asarray(x), rules) for x in found]
-    assert_close(got, alone(50, 3.0))
+        return [in_order(row_order, np.asarray(x), rules) for x in found]
 
 
 def in_order(order, array, rules):
@@ -279,5 +284,106 @@ def test_cudnn_rejects_shared_prefixes(one_device, monkeypatch):
             segments=rows,
             window=0,
             visibility=separate_segments(rows),
+            implementation="cudnn",
+        )
+
+
+# Images of the row with PATHS (first place, tokens): in the shared prefix, over several blocks of
+# every kernel, in two branches, and at the end of a sequence.
+IMAGES = [(5, 60), (105, 30), (205, 40), (260, 70), (351, 99)]
+
+
+def image_row():
+    """`tree_row` whose images see each other, and the visible keys of a dense mask."""
+    segments, visibility = tree_row()
+    places = np.arange(T)
+    ahead, image = places.copy(), np.full(T, -1)
+    for number, (first, n) in enumerate(IMAGES):
+        ahead[first : first + n], image[first : first + n] = first + n - 1, number
+    until, positions = visibility.until[0], visibility.positions[0]
+    causal = (places <= places[:, None]) & (places[:, None] <= until)
+    same = (image == image[:, None]) & (image >= 0)
+    return segments, dataclasses.replace(visibility, ahead=ahead[None]), causal | same, positions
+
+
+@functools.cache
+def dense_images():
+    """Output and gradients of softmax(cap(q kᵀ / 4)) v over the dense mask, with the WINDOW."""
+    segments, _, visible, positions = image_row()
+    visible &= positions[:, None] - positions < 50
+    visible[segments[0] == 0] = True
+
+    def attend(q, k, v, *, spec, segments, **_):
+        k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+        scores = 3.0 * jnp.tanh(jnp.einsum("BTNH,BSNH->BNTS", q, k) * spec.scale / 3.0)
+        probs = jax.nn.softmax(jnp.where(visible, scores, -1e30))
+        return jnp.einsum("BNTS,BSNH->BTNH", probs, v) * (segments > 0)[:, :, None, None]
+
+    with jax.set_mesh(make_mesh()):
+        found = value_and_grad(attend, live_problem(), segments, None)
+    return [np.asarray(x) for x in found]
+
+
+def live_problem():
+    """The arrays of `problem`; padding has no weight."""
+    arrays, segments, _ = problem()
+    return [*arrays[:3], arrays[3] * (segments > 0)[:, :, None, None]]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "reference",
+        "blockwise",
+        pytest.param("splash", marks=pytest.mark.thorough),
+        pytest.param("triton", marks=pytest.mark.thorough),
+        pytest.param("triton in threes", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_tokens_of_an_image_see_each_other(one_device, kernel):
+    segments, visibility, *_ = image_row()
+    got = value_and_grad(KERNELS[kernel], live_problem(), segments, visibility, **WINDOW)
+    assert_close(got, dense_images())
+
+
+def test_blocks_with_later_keys_of_an_image_are_visited():
+    segments, places = jnp.ones((1, 192), jnp.int32), jnp.arange(192, dtype=jnp.int32)[None]
+    ahead = jnp.where((places >= 60) & (places < 130), 129, places)
+    visibility = dataclasses.replace(separate_segments(segments), ahead=ahead)
+    blocks = jax.tree.map(lambda a: a.reshape(3, 64), Queries.of(segments, visibility, 0))
+    seen = seen_blocks(blocks, visibility, block=64)
+    np.testing.assert_array_equal(seen[0], np.ones((3, 3), bool))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("attend", "rules", "sizes"),
+    [
+        (ring_attention, RING, dict(sequence=2)),
+        (functools.partial(ring_splash, interpret=True), RING, dict(sequence=2)),
+        (functools.partial(ring_triton, interpret=True), RING, dict(sequence=2)),
+        (attention, ULYSSES, dict(sequence=2)),
+    ],
+    ids=["ring", "splash", "triton", "ulysses"],
+)
+def test_images_may_be_sharded_over_devices(attend, rules, sizes):
+    segments, visibility, *_ = image_row()
+    found = on_devices(attend, rules, sizes, live_problem(), segments, visibility)
+    assert_close(found, dense_images())
+
+
+def test_cudnn_rejects_images_that_see_each_other(one_device, monkeypatch):
+    monkeypatch.setattr("jaxrl.kernels.choice.target_platform", lambda: "gpu")
+    q, rows = jnp.zeros((1, 128, 2, 64), jnp.bfloat16), jnp.ones((1, 128), jnp.int32)
+    visibility = dataclasses.replace(separate_segments(rows), ahead=rows)
+    with pytest.raises(NotImplementedError, match="'cudnn' does not support images whose tokens"):
+        attention(
+            q,
+            q,
+            q,
+            spec=AttentionSpec(0.125),
+            segments=rows,
+            window=0,
+            visibility=visibility,
             implementation="cudnn",
         )

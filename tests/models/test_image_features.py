@@ -13,15 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.data.packing import Packed, gather, pack
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.image_features import ImageFeatures
-from jaxrl.models.packed import forward_packed
-from sharding import TRAIN, make_mesh
-from sharding.rules import PIPELINE, TENSOR, ULYSSES
+from jaxrl.models.mrope import mrope_positions
+from jaxrl.models.packed import forward_packed, forward_routed
+from jaxrl.types import PlacedImage, TrainingSample
+from sharding import TRAIN, make_mesh, mesh_order
+from sharding.rules import PIPELINE, RING, TENSOR, ULYSSES
 from tests.marks import graded
 
 FOLDER = Path(__file__).parent
 FAMILIES = sorted(path.stem for path in (FOLDER / "golden_images").glob("*.npz"))
+IMAGE = 60  # the placeholder
 
 
 @functools.cache
@@ -32,13 +36,16 @@ def golden(name: str) -> dict[str, np.ndarray]:
 def inputs(name: str) -> tuple:
     """(tokens, segments, positions, features, axis_positions) of the two rows of a golden file."""
     saved = golden(name)
-    tokens = saved["tokens"]
-    image = tokens == 60
+    tokens, image = saved["tokens"], saved["tokens"] == IMAGE
     index = np.where(image, np.cumsum(image).reshape(tokens.shape) - 1, -1).astype(np.int32)
     deep = saved["deep"] if len(saved["deep"]) else None
     axes = None if name == "gemma3" else np.moveaxis(saved["positions"], 0, 2)
     places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return tokens, np.ones_like(tokens), places, ImageFeatures(saved["rows"], index, deep), axes
+
+
+def load(name: str, *, rules=TRAIN, stacked: bool = False):
+    return load_model(FOLDER / "golden" / name, rules=rules, stacked=stacked)[1]
 
 
 @functools.partial(jax.jit, static_argnames="rules")
@@ -53,59 +60,179 @@ def logits(model, tokens, segments, positions, features, axes, rules=TRAIN):
     ("name", "stacked"),
     graded(
         [(name, stacked) for name in FAMILIES for stacked in (False, True)],
-        default=[("qwen3_vl", True), ("qwen2_5_vl", False), ("gemma3", True)],
+        default=[("qwen3_vl", True), ("qwen2_5_vl", False)],
+        thorough=[("gemma3", True), ("qwen3_5", False), ("qwen3_vl", False)],
     ),
 )
 def test_logits_equal_those_of_transformers(name, stacked, one_device):
-    _, model = load_model(FOLDER / "golden" / name, rules=TRAIN, stacked=stacked)
-    found = logits(model, *inputs(name))
-    np.testing.assert_allclose(
-        found[..., ::8], golden(name)["logits"], atol=1e-4, rtol=1e-4
-    )
+    found = logits(load(name, stacked=stacked), *inputs(name))
+    np.testing.assert_allclose(found[..., ::8], golden(name)["logits"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("name", graded(["qwen3_5", "qwen2_5_vl"], default=["qwen2_5_vl"]))
+def test_three_equal_positions_are_one_position(name, one_device):
+    tokens, segments, positions, _, _ = inputs(name)
+    model, axes = load(name), np.repeat(positions[..., None], 3, axis=-1)
+    plain = logits(model, tokens, segments, positions, None, None)
+    np.testing.assert_array_equal(logits(model, tokens, segments, positions, None, axes), plain)
+
+
+def test_rows_of_features_are_at_their_places(one_device):
+    """Rows of padding have a place after the last token, or a negative one."""
+    tokens, _, _, features, _ = inputs("qwen3_vl")
+    places = np.append(np.flatnonzero(tokens == IMAGE), [tokens.size, -1]).astype(np.int32)
+    rows = np.pad(features.rows, ((0, 2), (0, 0)))
+    found = ImageFeatures.at(jnp.asarray(rows), jnp.asarray(places), tokens.shape)
+    np.testing.assert_array_equal(found.index, features.index)
 
 
 def loss(model, batch, rules):
-    """(Σ weight logits, gradients of the model and of the features' rows and deep sums)."""
+    """Weighted sum of logits, and gradients of the model, of the features and the deep sums."""
     tokens, segments, positions, features, axes = batch
 
     def total(model, rows, deep):
         given = dataclasses.replace(features, rows=rows, deep=deep)
         out = logits(model, tokens, segments, positions, given, axes, rules=rules)
-        weights = jnp.cos(jnp.arange(out.shape[-1]))
-        return jnp.sum(out * weights * (segments > 0)[..., None])
+        return jnp.sum(out * jnp.cos(jnp.arange(out.shape[-1])))
 
     return jax.value_and_grad(total, argnums=(0, 1, 2))(model, features.rows, features.deep)
 
 
-def on_mesh(name: str, sizes: dict, *, rules=TRAIN, stacked=False, batch=None):
-    """`loss` on a mesh, on the host; rows have two more copies, for the meshes' ranks."""
-    batch = batch or inputs(name)
+def on_mesh(name: str, sizes: dict, *, rules=TRAIN, stacked=False):
+    """`loss` on a mesh, on the host."""
+    *per_token, features, axes = inputs(name)
+    order = functools.partial(mesh_order, rules=rules)
     with jax.set_mesh(make_mesh(**sizes)):
-        _, model = load_model(FOLDER / "golden" / name, rules=rules, stacked=stacked)
-        place = functools.partial(jax.tree.map, lambda a: jax.device_put(a, jax.P()))
-        return jax.device_get(jax.jit(loss, static_argnames="rules")(model, place(batch), rules))
+        features = dataclasses.replace(features, index=order(features.index))
+        batch = (*map(order, per_token), features, None if axes is None else order(axes))
+        batch = jax.tree.map(lambda a: jax.device_put(a, jax.P()), batch)
+        model = load(name, rules=rules, stacked=stacked)
+        return jax.device_get(jax.jit(loss, static_argnames="rules")(model, batch, rules))
 
 
-def assert_same(found, want, tolerance=1e-5):
-    np.testing.assert_allclose(found[0], want[0], rtol=tolerance)
-    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(want[1]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+@functools.cache
+def alone(name: str, stacked: bool):
+    return on_mesh(name, {}, stacked=stacked)
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "rules"),
+    ("name", "sizes", "rules", "stacked"),
     graded(
         [
-            ("qwen3_vl", dict(fsdp=2, tensor=2), TENSOR),
-            ("qwen3_vl", dict(fsdp=2, sequence=2), ULYSSES),
-            ("gemma3", dict(fsdp=2, sequence=2), ULYSSES),
-            ("qwen3_5", dict(fsdp=2, tensor=2), TENSOR),
+            ("qwen3_vl", dict(fsdp=2, tensor=2), TENSOR, False),
+            ("qwen3_vl", dict(fsdp=2, sequence=2), ULYSSES, False),
+            ("qwen3_vl", dict(fsdp=2, tensor=2), TENSOR, True),
+            ("gemma3", dict(fsdp=2, sequence=2), ULYSSES, True),
+            ("gemma3", dict(fsdp=2, sequence=2), RING, True),
+            ("qwen3_5", dict(fsdp=2, tensor=2), TENSOR, False),
+            ("qwen2_5_vl", dict(stage=2), PIPELINE, True),
         ],
-        default=[("qwen3_vl", dict(fsdp=2, tensor=2), TENSOR)],
+        default=[("qwen3_vl", dict(fsdp=2, sequence=2), ULYSSES, False)],
+        thorough=[
+            ("qwen3_vl", dict(fsdp=2, tensor=2), TENSOR, False),
+            ("gemma3", dict(fsdp=2, sequence=2), RING, True),
+            ("qwen2_5_vl", dict(stage=2), PIPELINE, True),
+        ],
     ),
 )
-def test_a_mesh_gives_the_numbers_of_one_device(name, sizes, rules):
-    """With sequence parallelism images begin on one device and end on another."""
-    stacked = name == "gemma3"
-    want = on_mesh(name, {}, stacked=stacked)
-    assert_same(on_mesh(name, sizes, rules=rules, stacked=stacked), want)
+def test_a_mesh_gives_the_numbers_of_one_device(name, sizes, rules, stacked):
+    """With sequence parallelism an image begins on one device and ends on another."""
+    found, want = on_mesh(name, sizes, rules=rules, stacked=stacked), alone(name, stacked)
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+def samples(name: str) -> list[TrainingSample]:
+    """Two samples of a prompt with an image, and one of the same text with another image."""
+    draw = np.random.default_rng(0)
+    text = draw.integers(3, IMAGE, 11)
+    prompt = np.concatenate([text[:5], [IMAGE] * 6, text[5:]]).astype(np.int32)
+    found = []
+    for digest, n in (("a", 5), ("a", 4), ("b", 6)):
+        response = draw.integers(3, IMAGE, n).astype(np.int32)
+        tokens = np.concatenate([prompt, response])
+        axes, _ = mrope_positions(tokens, [(1, 4, 6)], image_token=IMAGE, merge=2)
+        found.append(
+            TrainingSample(
+                prompt_tokens=prompt,
+                tokens=response,
+                loss_mask=np.ones(n, bool),
+                images=(PlacedImage(5, 6, digest),),
+                axis_positions=None if name == "gemma3" else axes,
+            )
+        )
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="digests")
+def scores(model, table, deep, batch, digests):
+    """(score [B, T] of each target, gradient of their sum in the loss by model, table and deep)"""
+
+    def total(model, table, deep):
+        rows = jnp.concatenate([table[digest] for digest in digests])
+        extra = None if deep is None else jnp.concatenate([deep[d] for d in digests], axis=1)
+        hidden, _ = forward_routed(
+            model,
+            batch.tokens,
+            batch.segments,
+            batch.positions,
+            until=batch.until,
+            features=ImageFeatures(rows, batch.images, extra),
+            axis_positions=batch.axis_positions,
+            rules=TRAIN,
+            segment_align=4,
+        )
+        out = model.logits(hidden, TRAIN)
+        found = jnp.take_along_axis(jax.nn.log_softmax(out), batch.targets[..., None], -1)[..., 0]
+        return jnp.sum(found * batch.mask), found
+
+    grads, found = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(model, table, deep)
+    return found, grads
+
+
+def summed(model, table, deep, packed: list[Packed]):
+    """(scores of each sample, sums of gradients over the micro-batches)"""
+    found, total = [], None
+    for micro in packed:
+        images = micro.batch.images
+        batch = dataclasses.replace(micro.batch, images=images.index)
+        score, grads = jax.device_get(scores(model, table, deep, batch, images.digests))
+        found.append(score)
+        total = grads if total is None else jax.tree.map(np.add, total, grads)
+    return gather(found, packed), jax.tree.leaves(total)
+
+
+@pytest.mark.parametrize("name", graded(FAMILIES, default=["qwen3_vl"], thorough=["gemma3"]))
+def test_packed_samples_give_the_numbers_of_separate_rows(name, one_device):
+    """Of every layout: one row with a shared prefix, several micro-batches."""
+    model, draw = load(name, stacked=name == "gemma3"), np.random.default_rng(1)
+    table = {d: draw.normal(size=(6, 32)).astype(np.float32) for d in "ab"}
+    deep = {d: draw.normal(size=(2, 6, 32)).astype(np.float32) for d in "ab"}
+    deep = deep if name == "qwen3_vl" else None
+    one = functools.partial(pack, samples(name), align=4, n_ranks=1)
+    shared = one(shapes=((1, 64),), share_prefixes=True)
+    assert len(shared) == 1 and np.bincount(shared[0].batch.copies[0])[2:].tolist() == [12, 4]
+    want, want_grads = summed(model, table, deep, one(shapes=((1, 24),)))
+    found, grads = summed(model, table, deep, shared)
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_vl", dict(axes=None), "have positions by axis"),
+        ("gemma3", dict(axes=np.zeros((2, 28, 3), np.int32)), "has no mrope_section"),
+        ("qwen3_vl", dict(rules=PIPELINE), "deepstack features are not supported in a pipeline"),
+        ("gemma3", dict(rules=PIPELINE), "not supported in a pipeline"),
+    ],
+)
+def test_what_a_model_does_not_compute_is_refused(name, changes, message, one_device):
+    names = ("tokens", "segments", "positions", "features", "axes")
+    given = dict(zip(names, inputs(name), strict=True)) | changes
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        logits(load(name, stacked=True), **given)

@@ -52,7 +52,7 @@ def text_part(config: fields.ConfigJson) -> fields.ConfigJson:
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    """Of the class without a head: transformers has no other one without images."""
-    base = fields.base_json(cfg, "qwen2_5_vl_text", "Qwen2_5_VLTextModel")
+    """An export has no class in transformers, which knows the image-and-text model only."""
+    base = fields.base_json(cfg, "qwen2_5_vl_text", "Qwen2_5_VLForCausalLM")
     del base["head_dim"]  # transformers does not read it
     return rotary.with_parameters(base, cfg.attention_layers[0].rope) | qwen2.windows_json(cfg)

@@ -46,8 +46,8 @@ def text_part(config: fields.ConfigJson) -> fields.ConfigJson:
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    """Of the class without a head: transformers has no other one without images."""
-    base = fields.base_json(cfg, "qwen3_vl_text", "Qwen3VLTextModel")
+    """An export has no class in transformers, which knows the image-and-text model only."""
+    base = fields.base_json(cfg, "qwen3_vl_text", "Qwen3VLForCausalLM")
     return rotary.with_parameters(base, cfg.attention_layers[0].rope) | dict(
         attention_bias=cfg.attention_layers[0].qkv_bias
     )

@@ -1,0 +1,133 @@
+"""Images of packed rows: the row of features of every token, and positions by axis (M-RoPE).
+
+A micro-batch has every image once, whatever the number of samples and places that show it, so a
+vision tower runs once for it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxrl.types import TrainingSample
+
+TEXT = -1  # in place of a row of features: the token is not one of an image
+# A sample, the place of its first token in a flat micro-batch, and the tokens that it leaves out
+# because an earlier sample of its row has them.
+Located = tuple[TrainingSample, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedImages:
+    """The images of a micro-batch [B, T]. Their features lie one after the other, in this order."""
+
+    index: np.ndarray  # int32 [B, T], the row of features of each token, or TEXT
+    digests: tuple[str, ...]  # of each image
+    n_tokens: tuple[int, ...]  # rows of each image
+
+
+def n_inputs(sample: TrainingSample) -> int:
+    """Tokens of a sample in a row: the last one is a target only."""
+    return len(sample.prompt_tokens) + len(sample.tokens) - 1
+
+
+def pack_images(located: Sequence[Located], shape: tuple[int, int]) -> PackedImages | None:
+    """The images of a micro-batch of this shape; None without any."""
+    if not any(sample.images for sample, *_ in located):
+        return None
+    index = np.full(shape[0] * shape[1], TEXT, np.int32)
+    first: dict[str, int] = {}  # row of each image
+    sizes: list[int] = []
+    for sample, place, skipped in located:
+        for image in sample.images:
+            if image.digest not in first:
+                first[image.digest] = sum(sizes)
+                sizes.append(image.n_tokens)
+            begin = max(image.start, skipped)
+            end = min(image.start + image.n_tokens, n_inputs(sample))
+            if begin < end:
+                rows = first[image.digest] + np.arange(begin, end) - image.start
+                index[place + begin - skipped : place + end - skipped] = rows
+    return PackedImages(index.reshape(shape), tuple(first), tuple(sizes))
+
+
+def join_packed_images(parts: Sequence[PackedImages | None]) -> PackedImages | None:
+    """The images of micro-batches of one shape, concatenated by rows; each image once."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    sizes = {d: n for part in found for d, n in zip(part.digests, part.n_tokens, strict=True)}
+    first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+    empty = np.full(found[0].index.shape, TEXT, np.int32)
+
+    def moved(part: PackedImages | None) -> np.ndarray:
+        if part is None:
+            return empty
+        pairs = zip(part.digests, part.n_tokens, strict=True)
+        rows = np.concatenate([first[digest] + np.arange(n) for digest, n in pairs])
+        return np.where(part.index == TEXT, TEXT, rows[part.index]).astype(np.int32)
+
+    index = np.concatenate([moved(part) for part in parts])
+    return PackedImages(index, tuple(sizes), tuple(sizes.values()))
+
+
+def pack_axis_positions(
+    located: Sequence[Located], positions: Int32[np.ndarray, "B T"]
+) -> Int32[np.ndarray, "B T 3"] | None:
+    """Positions by axis; those of `positions` where a sample has none. None if no sample has."""
+    if all(sample.axis_positions is None for sample, *_ in located):
+        return None
+    axes = by_axis(positions)
+    flat = axes.reshape(-1, 3)
+    for sample, place, skipped in located:
+        if sample.axis_positions is not None:
+            own = sample.axis_positions[:, skipped : n_inputs(sample)]
+            flat[place : place + own.shape[1]] = own.T
+    return axes
+
+
+def join_axis_positions(
+    parts: Sequence[tuple[np.ndarray | None, np.ndarray]],
+) -> Int32[np.ndarray, "B T 3"] | None:
+    """Those of micro-batches (positions by axis or None, positions), concatenated by rows."""
+    if all(axes is None for axes, _ in parts):
+        return None
+    return np.concatenate([by_axis(own) if axes is None else axes for axes, own in parts])
+
+
+def by_axis(positions: Int32[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T 3"]:
+    """Three equal positions of each token."""
+    return np.repeat(positions[..., None], 3, axis=-1)
+
+
+def content_tokens(samples: Sequence[TrainingSample]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(prompt, response) of each sample, whose placeholders are a number of their image.
+
+    Prompts with equal tokens and different images have different content.
+    """
+    numbers: dict[str, int] = {}
+
+    def content(sample: TrainingSample) -> tuple[np.ndarray, np.ndarray]:
+        if not sample.images:
+            return sample.prompt_tokens, sample.tokens
+        tokens = np.concatenate([sample.prompt_tokens, sample.tokens]).astype(np.int32)
+        for image in sample.images:
+            number = numbers.setdefault(image.digest, -1 - len(numbers))
+            tokens[image.start : image.start + image.n_tokens] = number
+        n = len(sample.prompt_tokens)
+        return tokens[:n], tokens[n:]
+
+    return [content(sample) for sample in samples]
+
+
+def between_images(sample: TrainingSample, n: int, align: int) -> int:
+    """The largest multiple of `align` up to `n` at which no image of the sample is divided.
+
+    The tokens of an image may see each other, and a row has all of them or none.
+    """
+    n = n // align * align
+    for image in reversed(sample.images):
+        if image.start < n < image.start + image.n_tokens:
+            n = image.start // align * align
+    return n
