@@ -273,9 +273,7 @@ def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ra
             batch = dataclasses.replace(batch, support=pack_sets(located))
         routed = [(samples[s.item].experts, samples[s.item].loss_mask, s) for s in spans]
         experts = pack_experts([(e, mask, int(s.row * T + s.start)) for e, mask, s in routed])
-        parts = [
-            (samples[i], int(at.row[i] * T + at.start[i]), int(at.skipped[i])) for i in items
-        ]
+        parts = [(samples[i], int(at.row[i] * T + at.start[i]), int(at.skipped[i])) for i in items]
         batch = dataclasses.replace(
             batch,
             experts=experts,

@@ -49,6 +49,11 @@ class ImageFeatures:
         index = jnp.full(n, TEXT, jnp.int32).at[places].set(found, mode="drop")
         return cls(rows, index.reshape(shape), deep)
 
+    def in_row(self, n_decode: int) -> "ImageFeatures":
+        """Of rows of prefill, as one row with `n_decode` tokens of text after them."""
+        index = jnp.pad(self.index.reshape(-1), (0, n_decode), constant_values=TEXT)
+        return ImageFeatures(self.rows, index[None], self.deep)
+
     @property
     def is_image(self) -> Bool[Array, "B T"]:
         return self.index >= 0
@@ -104,6 +109,21 @@ def check_images(cfg: DecoderConfig, features: ImageFeatures | None, axis_positi
         )
     if features.n_deep > cfg.L:
         raise ValueError(f"deepstack features of {features.n_deep} layers for {cfg.L} layers")
+
+
+def check_paged_images(cfg: DecoderConfig, features: ImageFeatures | None, rotary: Any) -> None:
+    """`check_images` of new tokens with a KV cache, of which `rotary` may have one position each.
+
+    Raises NotImplementedError for images whose tokens see each other: a chunk of prefill would need
+    all tokens of an image.
+    """
+    by_axis = rotary if rotary is not None and rotary.ndim == 3 else None
+    check_images(cfg, features, by_axis)
+    if features is not None and any(mixer.whole_images for mixer in cfg.attention_layers):
+        raise NotImplementedError(
+            f"images of this {cfg.family} model, whose tokens see each other, are not supported in "
+            "the engine; leave out images"
+        )
 
 
 def image_visibility(

@@ -22,6 +22,7 @@ from jaxrl.kernels.gated_delta.pool import (
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.draft_states import keep_drafts
+from jaxrl.models.image_features import ImageFeatures, check_paged_images
 from jaxrl.models.kv_cache import DraftInputs, KVCache, StateCache, of_layer
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from jaxrl.models.layers.mla import LatentHeads
@@ -55,6 +56,8 @@ def forward_paged(
     page_tables: PageTables,
     slots: RowSlots = None,
     *,
+    features: ImageFeatures | None = None,
+    rotary: Int[Array, "B T *axes"] | None = None,
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache]:
@@ -66,6 +69,11 @@ def forward_paged(
     Several tokens of a sequence may also be consecutive rows of one token each that share one row
     of the tables: matrix products then run as in decode, and attention reads a block of keys once
     for all of them.
+
+    `features` are those of images. `rotary` are the positions that rotate queries and keys if they
+    are not `positions`, the index in the sequence: by axis in a row with images, and the index plus
+    the delta of the sequence after them (mrope.py). Raises NotImplementedError for images whose
+    tokens see each other.
     """
     return forward_routed(
         model,
@@ -74,6 +82,8 @@ def forward_paged(
         cache,
         page_tables,
         slots,
+        features=features,
+        rotary=rotary,
         rules=rules,
         implementation=implementation,
     )[:2]
@@ -87,14 +97,18 @@ def forward_routed(
     page_tables: PageTables,
     slots: RowSlots = None,
     *,
+    features: ImageFeatures | None = None,
+    rotary: Int[Array, "B T *axes"] | None = None,
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache, RouterLoad | None]:
     """`forward_paged` and the router load of a mixture of experts (None for a dense model)."""
+    check_paged_images(model.cfg, features, rotary)
     positions_of_row = positions.reshape(len(page_tables[0]), -1)
     group = TokenGroup.new(page_tables, positions_of_row, slots, cache.page_len)
     paged = PagedRows([group], rules, implementation, model.cfg.gated_delta)
-    return model(tokens, positions, paged, cache, live=positions >= 0, rules=rules)
+    rotary = positions if rotary is None else rotary
+    return model(tokens, rotary, paged, cache, live=positions >= 0, rules=rules, features=features)
 
 
 def forward_mixed(
@@ -109,6 +123,9 @@ def forward_mixed(
     prefill_slots: PrefillSlots | None = None,
     slots: Int[Array, "B"] | None = None,
     *,
+    features: ImageFeatures | None = None,
+    prefill_rotary: Int[Array, "R T *axes"] | None = None,
+    rotary: Int[Array, "B"] | None = None,
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B 1 D"], KVCache, RouterLoad | None]:
@@ -116,7 +133,9 @@ def forward_mixed(
 
     The router load is of all tokens, as one row with those of decode last. Weights are read once
     for all of them, as one row of R * T + B tokens. Only attention treats them separately.
+    `features` are those of images in the rows of prefill; see `forward_paged` for `rotary`.
     """
+    check_paged_images(model.cfg, features, prefill_rotary)
     n_prefill = prefill_tokens.size
     row = jnp.concatenate([prefill_tokens.reshape(-1), tokens])[None]
     group_positions = jnp.concatenate([prefill_positions.reshape(-1), positions])[None]
@@ -125,10 +144,29 @@ def forward_mixed(
         TokenGroup.new(page_tables, positions[:, None], slots, cache.page_len),
     ]
     paged = PagedRows(groups, rules, implementation, model.cfg.gated_delta)
+    if prefill_rotary is not None or rotary is not None:
+        parts = (prefill_positions, prefill_rotary), (positions[:, None], rotary)
+        turned = jnp.concatenate([_by_axis(*part) for part in parts])[None]
+    else:
+        turned = group_positions
     hidden, cache, load = model(
-        row, group_positions, paged, cache, live=group_positions >= 0, rules=rules
+        row,
+        turned,
+        paged,
+        cache,
+        live=group_positions >= 0,
+        rules=rules,
+        features=None if features is None else features.in_row(n_decode=len(tokens)),
     )
     return jnp.swapaxes(hidden[:, n_prefill:], 0, 1), cache, load
+
+
+def _by_axis(positions: Int[Array, "n t"], rotary: Int[Array, "..."] | None) -> Int[Array, "m 3"]:
+    """The positions by axis of a group of tokens, three equal ones where there is one."""
+    found = positions if rotary is None else rotary
+    if found.ndim == 3:
+        return found.reshape(-1, 3)
+    return jnp.repeat(found.reshape(-1, 1), 3, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

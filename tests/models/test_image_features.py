@@ -16,10 +16,12 @@ import pytest
 from jaxrl.data.packing import Packed, gather, pack
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.image_features import ImageFeatures
+from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.mrope import mrope_positions
 from jaxrl.models.packed import forward_packed, forward_routed
+from jaxrl.models.paged import forward_mixed, forward_paged
 from jaxrl.types import PlacedImage, TrainingSample
-from sharding import TRAIN, make_mesh, mesh_order
+from sharding import DECODE, TRAIN, make_mesh, mesh_order
 from sharding.rules import PIPELINE, RING, TENSOR, ULYSSES
 from tests.marks import graded
 
@@ -236,3 +238,63 @@ def test_what_a_model_does_not_compute_is_refused(name, changes, message, one_de
     given = dict(zip(names, inputs(name), strict=True)) | changes
     with pytest.raises((ValueError, NotImplementedError), match=message):
         logits(load(name, stacked=True), **given)
+
+
+@pytest.mark.thorough
+def test_chunks_of_prefill_and_decode_give_the_numbers_of_packed_rows(one_device):
+    """A chunk divides an image; decode after images continues from their positions."""
+    tokens, segments, positions, features, axes = inputs("qwen3_vl")
+    model, n = load("qwen3_vl"), tokens.shape[1]
+    want = functools.partial(forward_packed, rules=TRAIN, features=features, axis_positions=axes)
+    want = np.asarray(jax.jit(want)(model, tokens, segments, positions))
+    how = dict(rules=DECODE, implementation="reference")
+    paged = jax.jit(functools.partial(forward_paged, **how))
+    mixed = jax.jit(functools.partial(forward_mixed, **how))
+    cache = init_cache(model.cfg, 16, 4, jnp.float32, DECODE)
+    tables = [
+        {0: jnp.array([pages])} for pages in ([3, 9, 1, 14, 7, 2, 12], [0, 4, 5, 6, 8, 10, 11])
+    ]
+    delta = int(axes[0, -1, 0]) - (n - 1)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+    def prefill(row: int, at: slice, cache):
+        given = dataclasses.replace(features, index=features.index[row : row + 1, at])
+        rows = (a[row : row + 1, at] for a in (tokens, positions, axes))
+        token, position, axis = rows
+        hidden, cache = paged(
+            model, token, position, cache, tables[row], features=given, rotary=axis
+        )
+        close(hidden[0], want[row, at])
+        return cache
+
+    for start in (0, 8, 16):
+        cache = prefill(0, slice(start, start + 8), cache)
+    # The second row's first 24 tokens in three rows of 8, with a decode step of the first row.
+    pieces = [a[1, :24].reshape(3, 8, *a.shape[2:]) for a in (tokens, positions, axes)]
+    given = dataclasses.replace(features, index=features.index[1, :24].reshape(3, 8))
+    hidden, cache, _ = mixed(
+        model,
+        *pieces[:2],
+        {0: jnp.repeat(tables[1][0], 3, axis=0)},
+        tokens[0, 24:25],
+        positions[0, 24:25],
+        tables[0],
+        cache,
+        features=given,
+        prefill_rotary=pieces[2],
+        rotary=positions[0, 24:25] + delta,
+    )
+    close(hidden[0, 0], want[0, 24])
+    cache = prefill(1, slice(24, 28), cache)
+    for i in range(25, 28):
+        at = positions[:1, i : i + 1]
+        hidden, cache = paged(model, tokens[:1, i : i + 1], at, cache, tables[0], rotary=at + delta)
+        close(hidden[0, 0], want[0, i])
+
+
+def test_the_engine_rejects_images_whose_tokens_see_each_other(one_device):
+    tokens, _, positions, features, _ = inputs("gemma3")
+    model = load("gemma3", stacked=True)
+    cache = init_cache(model.cfg, 4, 4, jnp.float32, DECODE)
+    with pytest.raises(NotImplementedError, match="are not supported in the engine"):
+        forward_paged(model, tokens, positions, cache, {0: None}, features=features, rules=DECODE)

@@ -60,6 +60,8 @@ class DecodeBatch:
     adjustments: Adjustments | None = None  # None if no row has any: then the program has none
     adapter: types.Array = None  # int32 [B], 0 = none; None for an engine without adapters
     slots: types.Array = None  # int32 [B], of the sequences' states; None for models without any
+    # int32 [B], rotary position - index of tokens after images (models/mrope.py); None: no images
+    delta: types.Array = None
 
     @property
     def state(self) -> "DecodeState":
@@ -72,6 +74,12 @@ class DecodeBatch:
     def adapter_of_tokens(self) -> jax.Array | None:
         """int32 [B, 1], for one token per row."""
         return None if self.adapter is None else self.adapter[:, None]
+
+    def rotary(self, position: Int[Array, "B *W"]) -> Int[Array, "B *W"] | None:
+        """The positions that rotate the tokens at these positions; None: they do."""
+        if self.delta is None:
+            return None
+        return position + self.delta.reshape(-1, *(1,) * (position.ndim - 1))
 
     def counts(self, n_vocab: int) -> TokenCounts | None:
         """The counts that the adjustments need."""
@@ -209,7 +217,14 @@ def decode_steps(
         step, cache, position, token, remaining, counts, out = state
         active = position >= 0
         rows = token[:, None], position[:, None]
-        hidden, cache, load = forward(params, *rows, cache, batch.page_tables, batch.slots)
+        hidden, cache, load = forward(
+            params,
+            *rows,
+            cache,
+            batch.page_tables,
+            batch.slots,
+            rotary=batch.rotary(position[:, None]),
+        )
         new, token = sample_tokens(
             params, hidden, keys, position, batch, counts, rules, keep_support=keep_support
         )

@@ -26,6 +26,7 @@ from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.image_features import ImageFeatures
 from jaxrl.models.kv_cache import JoinedPools, KVCache, of_window
 from jaxrl.models.paged import PageTables, PrefillSlots, forward_mixed, forward_paged
 from jaxrl.models.router_replay import recording
@@ -61,6 +62,21 @@ def engine_program(kind: str, *, cuda_graph: bool = False, **static: Any) -> Fla
 
 
 @struct.dataclass
+class PrefillImages:
+    """The images of a `PrefillBatch`. Every replica has the features of its rows."""
+
+    rows: Any  # [F, D]
+    index: Any  # int32 [R, T], the row of each token, negative at text
+    deep: Any = None  # [F, n, D], added after each of the first n layers; None: nothing is
+    axis_positions: Any = None  # int32 [R, T, 3]; None: a model with one position per token
+
+    @property
+    def features(self) -> ImageFeatures:
+        deep = None if self.deep is None else jnp.moveaxis(self.deep, 1, 0)
+        return ImageFeatures(self.rows, self.index, deep)
+
+
+@struct.dataclass
 class PrefillBatch:
     """Rows of tokens whose KV is computed; they may be consecutive pieces of one sequence."""
 
@@ -69,6 +85,16 @@ class PrefillBatch:
     page_tables: PageTables  # of R rows
     adapters: Any  # int32 [R]; None for an engine without any
     slots: PrefillSlots | None = None  # None for models without a state
+    images: PrefillImages | None = None  # None: the program has none
+
+    @property
+    def features(self) -> ImageFeatures | None:
+        return None if self.images is None else self.images.features
+
+    @property
+    def rotary(self) -> Int[Array, "R T 3"] | None:
+        """The positions by axis, if they are not those of text."""
+        return None if self.images is None else self.images.axis_positions
 
     def adapter_of_tokens(self) -> Int[Array, "R T"] | None:
         if self.adapters is None:
@@ -134,6 +160,8 @@ def prefill(
             cache,
             batch.page_tables,
             batch.slots,
+            features=batch.features,
+            rotary=batch.rotary,
             rules=rules.in_replica(),
             implementation=implementation,
         )
@@ -174,6 +202,9 @@ def mixed(
             cache,
             prefilled.slots,
             batch.slots,
+            features=prefilled.features,
+            prefill_rotary=prefilled.rotary,
+            rotary=batch.rotary(batch.position),
             rules=local,
             implementation=implementation,
         )

@@ -114,6 +114,7 @@ def speculative_steps(
         tokens = jnp.concatenate([last, jnp.where(live, drafts, 0)], axis=1)
         fed = jnp.concatenate([active[:, None], live], axis=1)
         positions = position[:, None] + ahead
+        rotary = batch.rotary(positions)
         hidden, cache, load = forward_routed(
             params,
             tokens.reshape(B * W, 1),
@@ -121,6 +122,7 @@ def speculative_steps(
             start_drafts(cache, B, W, rules),
             batch.page_tables,
             batch.slots,
+            rotary=None if rotary is None else rotary.reshape(B * W, 1),
             rules=rules,
             implementation=implementation,
         )
