@@ -8,7 +8,6 @@ prompt have two levels. Kernels with one range per query attend once per level; 
 combined.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ class KeyTree:
     deep: Any  # bool [B, T], queries whose path has the next level
     begin: Any  # int32 [B, T], first place of the run of that level
     offset: Any  # int32 [B, T], place - position in that run
-    ahead: Any  # int32 [B, T], last place that each query sees in its own run
+    ahead: Any  # int32 [B, T], last place that each query sees in its own run; None: its own
 
 
 @struct.dataclass
@@ -64,7 +63,7 @@ class KeyRanges:
         positions = jnp.pad(visibility.positions, widths)
         until = jnp.where(live, jnp.pad(visibility.until, widths), -1)
         oldest, here = oldest_position(positions, window), _places(until)
-        ahead = here if visibility.ahead is None else jnp.pad(visibility.ahead, widths)
+        ahead = None if visibility.ahead is None else jnp.pad(visibility.ahead, widths)
         begin, offset = _runs(live, until, here - positions)
         tree = KeyTree(until, here - positions, oldest, live, begin, offset, ahead)
         ranges = cls(here, here, tree).next_level()
@@ -74,14 +73,15 @@ class KeyRanges:
     def next_level(self) -> "KeyRanges":
         """The ranges of the next level; empty for queries whose path does not have it."""
         assert self.tree is not None
-        tree = self.tree
+        tree, here = self.tree, _places(self.first)
         deep = tree.deep & (tree.shift > tree.offset)
         begin, offset = _runs(deep, tree.until, tree.shift)
         # The run of the level below begins with the position after the last one that it sees here.
-        last = jnp.where(deep, begin - offset + tree.offset - 1, tree.ahead)
+        own = here if tree.ahead is None else tree.ahead
+        last = jnp.where(deep, begin - offset + tree.offset - 1, own)
         first = jnp.maximum(tree.begin, tree.oldest + tree.offset)
         last = jnp.where(tree.deep, last, first - 1)
-        tree = dataclasses.replace(tree, deep=deep, begin=begin, offset=offset)
+        tree = KeyTree(tree.until, tree.shift, tree.oldest, deep, begin, offset, tree.ahead)
         return KeyRanges(first, last, tree)
 
     def fold(self, add: Callable[["KeyRanges", State], State], state: State) -> State:

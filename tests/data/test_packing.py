@@ -49,7 +49,8 @@ def test_batch_fields_have_the_declared_dtypes():
     [packed] = pack([make_sample(0, 2, 2)], shapes=((1, 8),), align=4, n_ranks=1)
     integers = {"tokens", "targets", "segments", "positions", "until", "copies"}
     fields = vars(packed.batch)
-    assert fields.pop("support") is fields.pop("experts") is None
+    optional = [fields.pop(name) for name in ("support", "experts", "images", "axis_positions")]
+    assert optional == [None] * 4
     for name, array in fields.items():
         assert array.dtype == (np.int32 if name in integers else np.float32), name
 

@@ -95,7 +95,7 @@ def _read_section(entries: dict[str, Any], mrope: str) -> tuple[int, ...]:
             "time, height and width"
         )
     known = mrope == INTERLEAVED
-    if (found := entries.get("mrope_interleaved", known)) != known:
+    if (found := entries.get("mrope_interleaved")) not in (None, known):
         raise ValueError(
             f"mrope_interleaved is {shown(found)}, and transformers computes this model as if it "
             f"were {shown(known)}; set it to that if the weights may be used so"

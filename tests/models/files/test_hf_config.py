@@ -186,3 +186,35 @@ def test_null_rope_parameters_of_a_layer_type_mean_the_default():
     config = golden_config("gemma3")
     config["rope_parameters"] = {"full_attention": None}
     assert global_rope(config_from_hf(config)) == Rope(theta=1_000_000.0)
+
+
+def test_published_files_of_qwen2_5_vl_have_the_text_part_at_the_top_level():
+    published = LLAMA | dict(
+        model_type="qwen2_5_vl",
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        rope_theta=1e6,
+        rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]),
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        vision_config=dict(depth=2),
+        vision_token_id=9,
+    )
+    cfg = config_from_hf(published)
+    rope = Rope(theta=1e6, mrope_section=(2, 3, 3), mrope_chunked=True)
+    assert cfg.family == "qwen2_5_vl" and cfg.tied and cfg.attention_layers[0].rope == rope
+    assert config_from_hf(config_to_hf(cfg)) == cfg
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (dict(mrope_section=[3, 3, 2], mrope_interleaved=False), "mrope_interleaved is False"),
+        (dict(mrope_section=[3, 3]), r"mrope_section is \[3, 3\]; write three numbers"),
+    ],
+)
+def test_sections_that_transformers_reads_in_another_way_are_refused(entries, message):
+    config = LLAMA | dict(
+        model_type="qwen3_vl_text", rope_parameters=dict(rope_theta=1e4) | entries
+    )
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(config)
