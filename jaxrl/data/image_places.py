@@ -20,7 +20,7 @@ Located = tuple[TrainingSample, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class PackedImages:
-    """The images of a micro-batch [B, T]. Their features lie one after the other, in this order."""
+    """The images of a micro-batch [B, T], whose features follow each other in this order."""
 
     index: np.ndarray  # int32 [B, T], the row of features of each token, or TEXT
     digests: tuple[str, ...]  # of each image

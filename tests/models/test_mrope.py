@@ -34,7 +34,7 @@ def test_positions_and_delta_are_those_of_transformers(case):
     assert positions.dtype == np.int32 and delta == case["delta"]
 
 
-def test_adjacent_images_are_told_apart_by_their_grids():
+def test_adjacent_images_are_separated_by_their_grids():
     # 2 x 1 features from position 1 on, then 1 x 2 from 1 + 2 on; the text continues at 3 + 2.
     tokens, grids = tokens_of([1, (1, 4, 2), (1, 2, 4), 1])
     positions, delta = mrope_positions(tokens, grids, image_token=IMAGE, merge=MERGE)
