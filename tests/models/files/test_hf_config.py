@@ -192,6 +192,7 @@ def test_published_files_of_qwen2_5_vl_have_the_text_part_at_the_top_level():
     published = LLAMA | dict(
         model_type="qwen2_5_vl",
         architectures=["Qwen2_5_VLForConditionalGeneration"],
+        num_key_value_heads=2,
         rope_theta=1e6,
         rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]),
         tie_word_embeddings=True,
