@@ -333,8 +333,8 @@ def live_problem():
 @pytest.mark.parametrize(
     "kernel",
     [
-        "reference",
         "blockwise",
+        pytest.param("reference", marks=pytest.mark.thorough),
         pytest.param("splash", marks=pytest.mark.thorough),
         pytest.param("triton", marks=pytest.mark.thorough),
         pytest.param("triton in threes", marks=pytest.mark.thorough),

@@ -62,8 +62,8 @@ def logits(model, tokens, segments, positions, features, axes, rules=TRAIN):
     ("name", "stacked"),
     graded(
         [(name, stacked) for name in FAMILIES for stacked in (False, True)],
-        default=[("qwen3_vl", True), ("qwen2_5_vl", False)],
-        thorough=[("gemma3", True), ("qwen3_5", False), ("qwen3_vl", False)],
+        default=[("qwen3_vl", True)],
+        thorough=[("qwen2_5_vl", False), ("gemma3", True), ("qwen3_5", False), ("qwen3_vl", False)],
     ),
 )
 def test_logits_equal_those_of_transformers(name, stacked, one_device):
@@ -130,8 +130,8 @@ def alone(name: str, stacked: bool):
             ("qwen3_5", dict(fsdp=2, tensor=2), TENSOR, False),
             ("qwen2_5_vl", dict(stage=2), PIPELINE, True),
         ],
-        default=[("qwen3_vl", dict(fsdp=2, sequence=2), ULYSSES, False)],
         thorough=[
+            ("qwen3_vl", dict(fsdp=2, sequence=2), ULYSSES, False),
             ("qwen3_vl", dict(fsdp=2, tensor=2), TENSOR, False),
             ("gemma3", dict(fsdp=2, sequence=2), RING, True),
             ("qwen2_5_vl", dict(stage=2), PIPELINE, True),
