@@ -11,7 +11,7 @@ from jaxrl.models.families import entries, fields, qwen2, rotary
 
 ENTRIES = entries.Entries(
     classes=("Qwen2_5_VL", "Qwen2_5_VLText"),
-    read=(entries.READ - {"head_dim"}) | entries.QWEN_WINDOWS | {"hidden_act"},
+    read=entries.READ | entries.QWEN_WINDOWS | {"hidden_act"},
 )
 # The top level of an image-and-text model; its language model is in text_config.
 IMAGE_ENTRIES = entries.Entries(
@@ -34,6 +34,12 @@ DEFAULTS: dict[str, Any] = dict(
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     c = DEFAULTS | dict(c)
+    H = c["hidden_size"] // c["num_attention_heads"]
+    if c.get("head_dim") not in (None, H):
+        raise ValueError(
+            f"head_dim is {c['head_dim']}, which transformers does not read for qwen2_5_vl models: "
+            f"their heads have hidden_size / num_attention_heads = {H} features; remove it"
+        )
     rope = rotary.read_rope(c, theta=1_000_000.0, mrope=rotary.CHUNKED)
     windows = qwen2.windows(c)
     return fields.base_config(c, "qwen2_5_vl", rope=rope, windows=windows, qkv_bias=True)
@@ -54,5 +60,4 @@ def text_part(config: fields.ConfigJson) -> fields.ConfigJson:
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     """An export has no class in transformers, which knows the image-and-text model only."""
     base = fields.base_json(cfg, "qwen2_5_vl_text", "Qwen2_5_VLForCausalLM")
-    del base["head_dim"]  # transformers does not read it
     return rotary.with_parameters(base, cfg.attention_layers[0].rope) | qwen2.windows_json(cfg)
