@@ -88,7 +88,7 @@ class ChatRenderer:
 
         So does text that ends with the generation prompt, which is rendered already. With
         data.special_tokens="text" it is tokenized as text, which the arguments of tool calls cannot
-        be; with "token" a special token is one, but for those that images have.
+        be; with "token" a special token is one. An image token of the model is always an error.
         """
         if self.images:
             self.images.check_text(messages)

@@ -163,7 +163,8 @@ def check_text_only(row: Mapping[str, Any], place: str) -> None:
 
 def _first_medium(messages: Any) -> str:
     """The type of the first content part that is an image, a video or audio; "" without one."""
-    contents = [m.get("content") for m in messages if isinstance(m, Mapping)] if messages else []
+    turns = messages if isinstance(messages, list) else ()
+    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
     return next((k for k in kinds if isinstance(k, str) and k.startswith(_MEDIA_PARTS)), "")

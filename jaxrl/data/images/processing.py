@@ -25,6 +25,7 @@ from jaxrl.types import ImageInput
 Grid = tuple[int, int, int]
 Processed = tuple[Float32[np.ndarray, "P F"], Grid, int]  # patches, their grid, tokens
 Config = Mapping[str, Any]  # config.json
+_FIXED = {"do_resize": True, "do_pan_and_scan": False}  # settings of processors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,27 +94,27 @@ class ImageProcessor:
 
     def _check_settings(self, folder: Path) -> None:
         """Raises ValueError if the processor's settings are not those of the model's tower."""
-        tower = self._config.get("vision_config") or {}
+        tower, settings = self._config.get("vision_config") or {}, self._processor.to_dict()
         for ours, theirs in self._family.shared.items():
-            value, expected = getattr(self._processor, ours, None), tower.get(theirs)
+            value, expected = _entry(settings, ours), tower.get(theirs)
             if expected is not None and value != expected:
                 raise ValueError(
                     f"the image processor of {folder} has {ours}={shown(value)}, and its "
                     f"config.json has vision_config.{theirs}={shown(expected)}; use the files of "
                     "one model"
                 )
-        for name, value in (("do_resize", True), ("do_pan_and_scan", None)):
-            if bool(found := getattr(self._processor, name, value)) != bool(value):
+        for name, supported in _FIXED.items():
+            if bool(found := settings.get(name, supported)) != supported:
                 raise ValueError(
-                    f"the image processor of {folder} has {name}={found}; only {bool(value)} is "
+                    f"the image processor of {folder} has {name}={found}; only {supported} is "
                     "supported. Correct preprocessor_config.json"
                 )
-
-
-def has_images(folder: Path) -> bool:
-    """Whether the model in the folder is of a type whose images can be read."""
-    config = read_object(folder / "config.json", "use the model's own file")
-    return config.get("model_type") in FAMILIES
+        least, most = (_entry(settings, f"size.{edge}_edge") for edge in ("shortest", "longest"))
+        if least and most and least > most:
+            raise ValueError(
+                f"the image processor of {folder} has min_pixels={least} and max_pixels={most}; "
+                "set both in data.image_kwargs, min_pixels to the smaller one"
+            )
 
 
 def _family(config: Config, folder: Path) -> _Family:
@@ -142,6 +143,14 @@ def _load_processor(folder: Path, options: Mapping[str, Any]) -> Any:
             f"the image processor in {folder} cannot be loaded ({reason}); copy "
             "preprocessor_config.json of the model into it, and correct data.image_kwargs"
         ) from error
+
+
+def _entry(settings: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted name; None if the settings do not have it."""
+    value: Any = settings
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _digest(patches: np.ndarray, grid: Grid) -> str:
@@ -218,7 +227,12 @@ _QWEN = _Family(
         "temporal_patch_size": "temporal_patch_size",
     },
 )
-_GEMMA3 = _Family(read=_read_gemma3, placeholders=_gemma3_placeholders, options=(), shared={})
+_GEMMA3 = _Family(
+    read=_read_gemma3,
+    placeholders=_gemma3_placeholders,
+    options=(),
+    shared={"size.height": "image_size", "size.width": "image_size"},
+)
 _GEMMA4 = _Family(
     read=_read_gemma4,
     placeholders=_gemma4_placeholders,

@@ -30,6 +30,11 @@ class ImageReader:
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, data: DataConfig):
         self._processor = ImageProcessor(folder, data.image_kwargs, data.max_image_pixels)
         self._root, self._drops = data.image_root, data.on_error == "drop"
+        if self._root and not Path(self._root).expanduser().is_dir():
+            raise ValueError(
+                f"data.image_root = {self._root} is not a folder; set it to the folder that has "
+                "the images"
+            )
         self.placeholders = self._processor.placeholders(tokenizer)
 
     def read(
