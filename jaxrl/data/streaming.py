@@ -7,6 +7,7 @@ the index of the blocks, the blocks of the buffer and the rows of a step are in 
 iteration is grain's, whose state is the position; the buffer is read again on resume.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from grain.experimental import FlatMapIterDataset, FlatMapTransform, WindowShuff
 from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker, no_items
 from jaxrl.data.sources.row_blocks import LazyRow, RowBlock, fingerprints, index_blocks
+
+logger = logging.getLogger(__name__)
 
 
 class ItemStream[T]:
@@ -105,9 +108,14 @@ class _Items[T](FlatMapTransform):
     def __init__(self, maker: ItemMaker[T], sources: Sequence[str], n_rows: int):
         self._maker, self._sources, self._n_rows = maker, sources, n_rows
         self._dropped = Dropped()  # since the last item
+        self._n_errors = 0
 
     def flat_map(self, element: LazyRow) -> Sequence[T]:
+        n = len(self._dropped.errors)
         items = self._maker.make([element.read(self._maker.columns)], self._dropped)
+        for error in self._dropped.errors[n:]:
+            self._n_errors += 1
+            logger.warning("a row was dropped (%d so far): %s", self._n_errors, error)
         if items:
             self._dropped = Dropped()
         elif len(self._dropped) > 2 * self._n_rows:

@@ -10,6 +10,7 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.items import load_items
 from jaxrl.data.prompts import prompt_maker
+from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import load_tokenizer
 from tests.data.images.pictures import QWEN, QWEN_CONFIG, QWEN_IMAGE, TEMPLATE, TOKENS
 
@@ -42,17 +43,32 @@ def template(tmp_path_factory):
 
 
 @pytest.fixture
-def load(qwen_folder, template):
-    """load(source, **data): its prompts, read for a model of Qwen's family."""
+def make_maker(qwen_folder, template):
+    """make_maker(**data): the maker of prompts for a model of Qwen's family."""
     tokenizer = load_tokenizer(qwen_folder)
 
-    def load(*sources, **options):
-        mode = options.get("special_tokens", "error")
+    def make(**options):
         data = DataConfig(**options)
         reader = ImageReader(qwen_folder, tokenizer, data)
         renderer = ChatRenderer(
-            tokenizer, template=template, special_tokens=mode, images=reader.placeholders
+            tokenizer,
+            template=template,
+            special_tokens=data.special_tokens,
+            images=reader.placeholders,
         )
-        return load_items(sources, prompt_maker(renderer, data, images=reader))
+        return prompt_maker(renderer, data, images=reader)
+
+    return make
+
+
+@pytest.fixture
+def load(make_maker):
+    return lambda *sources, **options: load_items(sources, make_maker(**options))
+
+
+@pytest.fixture
+def load_stream(make_maker):
+    def load(*sources, **options):
+        return ItemStream(sources, make_maker(**options), shuffle=False, buffer=2, seed=0)
 
     return load

@@ -79,3 +79,19 @@ def test_photos_are_turned_and_transparent_pixels_are_white():
 def test_a_reference_that_names_no_image_is_unusable(tmp_path, url, message):
     with pytest.raises(UnusableImageError, match=message):
         find_source(url, str(tmp_path))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_damaged_bytes_are_one_error_or_an_image(form):
+    whole = np.frombuffer(encoded(picture(16, 12), form), np.uint8)
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        damaged = whole.copy()
+        places = random.integers(0, len(whole), random.integers(1, 5))
+        damaged[places] = random.integers(0, 256, len(places))
+        try:
+            image = decode(damaged[: random.integers(1, len(whole) + 1)].tobytes(), "a", LIMIT)
+        except UnusableImageError:
+            continue
+        assert image.mode == "RGB" and image.width * image.height <= LIMIT

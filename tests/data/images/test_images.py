@@ -206,3 +206,21 @@ def test_a_file_that_changes_during_the_run_is_an_error(load, tmp_path):
     (tmp_path / "a.png").write_bytes(encoded(picture(24, 8, 1)))
     with pytest.raises(ValueError, match=r"a\.png has changed"):
         _ = image.patches
+
+
+def test_streamed_rows_with_unusable_images_are_dropped(load_stream, tmp_path, caplog):
+    rows = [{"question": f"<image>{i}", "images": [WIDE if i % 2 else b"x"]} for i in range(6)]
+    stream = load_stream(write(tmp_path, *rows), on_error="drop")
+    assert [prompt.id for prompt in stream.take(4)] == [1, 3, 5, 1]
+    assert "a row was dropped (3 so far): " in caplog.text
+    none = load_stream(write(tmp_path, rows[0], rows[2]), on_error="drop")
+    with pytest.raises(ValueError, match="have wrong images"):
+        none.take(1)
+
+
+def test_a_mapped_column_has_the_images_and_the_root_is_a_folder(load, tmp_path):
+    path = write(tmp_path, {"question": "<image>", "pictures": [WIDE]})
+    [prompt] = load(path, columns=("images:pictures",))
+    assert counts(prompt) == [3]
+    with pytest.raises(ValueError, match=r"data\.image_root = .*none is not a folder"):
+        load(path, image_root=str(tmp_path / "none"))

@@ -87,6 +87,12 @@ def test_settings_that_the_model_does_not_have_are_refused(make_folder, qwen_fol
     ):
         with pytest.raises(ValueError, match=message):
             processor(make_folder(pictures.QWEN_CONFIG, {**pictures.QWEN, name: value}))
+    with pytest.raises(ValueError, match="min_pixels=64 and max_pixels=32; set both"):
+        processor(qwen_folder, max_pixels=32)
+    with pytest.raises(ValueError, match=r"size.height=16, .* vision_config.image_size=32"):
+        tower = {"patch_size": 4, "image_size": 32}
+        config = {**pictures.GEMMA3_CONFIG, "vision_config": tower}
+        processor(make_folder(config, pictures.GEMMA3))
     with pytest.raises(ValueError, match="has do_pan_and_scan=True; only False"):
         settings = {**pictures.GEMMA3, "do_pan_and_scan": True}
         processor(make_folder(pictures.GEMMA3_CONFIG, settings))
@@ -102,3 +108,28 @@ def test_settings_that_the_model_does_not_have_are_refused(make_folder, qwen_fol
 def test_an_extreme_ratio_of_sides_is_an_unusable_image(qwen_folder):
     with pytest.raises(ValueError, match=r"a.png has 500 x 1 pixels, which .* refuses"):
         processor(qwen_folder).image(encoded(picture(500, 1)), "a.png")
+
+
+def test_gemma3s_tokens_are_those_of_transformers(make_folder, tmp_path):
+    folder = make_folder(pictures.GEMMA3_CONFIG, pictures.GEMMA3)
+    (tmp_path / "t.jinja").write_text(TEMPLATE.replace("IMAGE", "<|vision_start|>"))
+    tokenizer = load_tokenizer(folder)
+    ours = processor(folder)
+    places = ours.placeholders(tokenizer)
+    renderer = ChatRenderer(tokenizer, template=str(tmp_path / "t.jinja"), images=places)
+    [tokens] = renderer.render_all([[{"role": "user", "content": f"a\n{IMAGE} b{IMAGE}"}]])
+    images = [ours.image(WIDE, "a.png")] * 2
+
+    tokenizer.boi_token, tokenizer.boi_token_id = "<|vision_start|>", 267
+    tokenizer.eoi_token, tokenizer.eoi_token_id = "<|vision_end|>", 268
+    tokenizer.image_token, tokenizer.image_token_id = "<|image_pad|>", 269
+    theirs = transformers.Gemma3Processor(
+        transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        tokenizer,
+        image_seq_length=4,
+    )
+    text = (
+        "<|im_start|>user\na\n<|vision_start|> b<|vision_start|><|im_end|>\n<|im_start|>assistant\n"
+    )
+    found = theirs(images=[picture(25, 9)] * 2, text=text)
+    assert places.expand(tokens, images).tolist() == found["input_ids"][0]
