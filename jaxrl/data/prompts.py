@@ -44,7 +44,6 @@ from jaxrl.json_text import Message
 from jaxrl.types import ImageInput, Prompt
 
 _NOT_EXTRA = ("data_source", "extra_info", "tools", *IMAGE_COLUMNS)
-_NO_IMAGES: tuple[ImageInput, ...] = ()
 _IF_RENDERED = "If the prompts are already rendered, set data.rendered_prompts=True. "
 
 
@@ -100,10 +99,7 @@ def make_prompts(
 ) -> list[Prompt]:
     """The prompts of the rows, rendered together; what is left out goes to `dropped`."""
     prompts = []
-    found = [_NO_IMAGES] * len(rows)
-    if images is not None:
-        pairs = images.read(rows, _message_columns, dropped)
-        rows, found = [row for row, _ in pairs], [inputs for _, inputs in pairs]
+    rows, found = _with_images(rows, images, dropped)
     asked = [question_of(row.columns, row.place) for row in rows]
     offered = [tools_of(row.columns, row.place) for row in rows]
     rendered = _tokens(rows, asked, offered, renderer, data)
@@ -135,10 +131,22 @@ def make_prompts(
     return prompts
 
 
+def _with_images(
+    rows: Sequence[SourceRow], images: ImageReader | None, dropped: Dropped
+) -> tuple[Sequence[SourceRow], Sequence[tuple[ImageInput, ...]]]:
+    """(the rows with the places of their images marked, the images of each row)."""
+    if images is None:
+        return rows, [()] * len(rows)
+    pairs = images.read(rows, _message_columns, dropped)
+    return [row for row, _ in pairs], [inputs for _, inputs in pairs]
+
+
 def _message_columns(row: Mapping[str, Any]) -> list[str]:
-    """The columns of a prompt's messages, in their order."""
+    """The columns of the text of a prompt, in their order."""
     column, _ = _prompt_column(row)
-    return ["history", column] if isinstance(row.get(column), str) else [column]
+    if not isinstance(row.get(column), str):
+        return [column]
+    return ["history", column, *("input",) * (column == "instruction")]
 
 
 def _expand(
