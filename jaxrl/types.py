@@ -21,6 +21,21 @@ Decode = Callable[[np.ndarray], str]  # of tokens, with special tokens
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageInput:
+    """An image as a model reads it. Its patches are made when they are read, not kept."""
+
+    grid: tuple[int, int, int]  # (time, height, width) in patches
+    n_tokens: int  # placeholders in the prompt
+    digest: str  # SHA-256 of patches and grid, for prefix caching
+    load: Callable[[], np.ndarray] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def patches(self) -> np.ndarray:
+        """float32 [P, features], in the order of the model's tower."""
+        return self.load()
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompt:
     """One prompt of the dataset."""
 
@@ -32,6 +47,7 @@ class Prompt:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_text: bool = False  # the row's prompt is text, not messages
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's schemas of what the chat template offers
+    images: tuple[ImageInput, ...] = ()  # in order; `tokens` has n_tokens placeholders of each
 
     @property
     def answer_text(self) -> str:

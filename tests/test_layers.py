@@ -57,6 +57,7 @@ WITHOUT_JAX = (
 )
 EXTRAS = {
     "IPython",
+    "PIL",
     "gguf",
     "llguidance",
     "mlflow",

@@ -24,6 +24,7 @@ TEXT_COLUMN = "text"  # of SFT: plain text without turns
 PAIR_COLUMNS = ("chosen", "rejected", "margin")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 OTHER_COLUMNS = ("history", "tools", "data_source", "ability", "extra_info")
+IMAGE_ERRORS = ("error", "drop")  # a row with an image that cannot be used
 SPECIAL_TOKENS = ("error", "text", "token")  # what their text in a message means
 TRUNCATIONS = ("error", "left", "right", "middle")
 ADVANTAGES = (

@@ -73,3 +73,4 @@ def _tokens(item: Item) -> Iterator[bytes]:
         yield from (*(array.tobytes() for array in arrays), item.source.encode())
     else:
         yield item.tokens.tobytes()
+        yield from (image.digest.encode() for image in item.images)

@@ -38,6 +38,7 @@ from jaxrl.data.chat.row_messages import (
     with_system,
 )
 from jaxrl.data.chat.turns import MaskedTokens, render_turns
+from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
@@ -81,7 +82,7 @@ def max_len_text(data: DataConfig) -> str:
 
 def make_demonstrations(
     rows: Sequence[SourceRow],
-    dropped: list[int],
+    dropped: Dropped,
     *,
     renderer: ChatRenderer,
     data: DataConfig,
@@ -99,7 +100,7 @@ def make_demonstrations(
         for tokens, loss_mask in rendered:
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
-                    dropped.append(len(tokens))
+                    dropped.lengths.append(len(tokens))
                     continue
                 tokens, loss_mask = _truncate(tokens, loss_mask, row.place, data)
             source = source_of(row.columns)

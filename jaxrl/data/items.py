@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.chat.dialects import unread_fields
+from jaxrl.data.dropped import Dropped
 from jaxrl.data.sources.rows import SourceRow, number_rows
 
 _CHUNK = 1024  # rows rendered together
@@ -76,7 +77,7 @@ class ItemMaker[T]:
     kind: str  # "prompts", for messages
     max_len: str  # the limit of the length with its keys, for messages
     columns: tuple[str, ...]  # data.columns
-    make: Callable[[Sequence[SourceRow], list[int]], list[T]]  # adds the lengths of what it drops
+    make: Callable[[Sequence[SourceRow], Dropped], list[T]]  # adds what it drops
     usage: Usage = dataclasses.field(default_factory=Usage)  # of the columns of all rows
 
 
@@ -99,7 +100,7 @@ def load_sources[T](sources: Sequence[str], maker: ItemMaker[T]) -> list[list[T]
     for i, group in itertools.groupby(rows, key=lambda row: row.source):
         found[i] = _make_items(group, maker, sources[i : i + 1])
     if empty := [source for i, source in enumerate(sources) if i not in found]:
-        raise ValueError(no_items(empty, maker, []))
+        raise ValueError(no_items(empty, maker, Dropped()))
     return list(found.values())
 
 
@@ -107,29 +108,41 @@ def _make_items[T](
     rows: Iterable[SourceRow], maker: ItemMaker[T], sources: Sequence[str]
 ) -> list[T]:
     items: list[T] = []
-    dropped: list[int] = []  # lengths
+    dropped = Dropped()
     for chunk in itertools.batched(rows, _CHUNK):
         items += maker.make(chunk, dropped)
         maker.usage.add(chunk)
     maker.usage.log(maker.kind)
-    if dropped and items:
+    n = len(dropped) + len(items)
+    if dropped.lengths and items:
         logger.warning(
             "%d of %d %s are longer than %s tokens and were dropped",
-            *(len(dropped), len(dropped) + len(items), maker.kind, maker.max_len),
+            *(len(dropped.lengths), n, maker.kind, maker.max_len),
+        )
+    if dropped.errors and items:
+        logger.warning(
+            "%d of %d %s have images that cannot be used and were dropped; the first: %s",
+            *(len(dropped.errors), n, maker.kind, dropped.errors[0]),
         )
     if not items:
         raise ValueError(no_items(sources, maker, dropped))
     return items
 
 
-def no_items(sources: Sequence[str], maker: ItemMaker, dropped: Sequence[int]) -> str:
-    """The error message for sources without items; `dropped` has the lengths of those too long."""
+def no_items(sources: Sequence[str], maker: ItemMaker, dropped: Dropped) -> str:
+    """The error message for sources without items."""
     names = ", ".join(sources) or "an empty list of sources"
     if not dropped:
         return f"no {maker.kind} in {names}; set data.train (or data.val) to files that have some"
+    if dropped.errors:
+        return (
+            f"no {maker.kind} of {names} can be used: {len(dropped.errors)} have wrong images (the "
+            f"first: {dropped.errors[0]}) and {len(dropped.lengths)} are longer than "
+            f"{maker.max_len} tokens; correct them"
+        )
     return (
         f"all {len(dropped)} {maker.kind} of {names} are longer than {maker.max_len} tokens (the "
-        f"shortest has {min(dropped)}); raise it"
+        f"shortest has {min(dropped.lengths)}); raise it"
     )
 
 

@@ -40,6 +40,7 @@ from jaxrl.data.demonstrations import (
     max_len_text,
     rendered_turns,
 )
+from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
@@ -97,7 +98,7 @@ def _reading(row: Mapping[str, Any]) -> Reading:
 
 def make_pairs(
     rows: Sequence[SourceRow],
-    dropped: list[int],
+    dropped: Dropped,
     *,
     renderer: ChatRenderer,
     data: DataConfig,
@@ -127,7 +128,7 @@ def make_pairs(
             chosen, rejected = answers
             pairs.append(Pair(row.number, chosen, rejected, margin_of(row.columns, row.place)))
         elif data.filter_overlong_prompts:
-            dropped.append(n_tokens)
+            dropped.lengths.append(n_tokens)
         else:
             raise ValueError(
                 f"{row.place} has {n_tokens} tokens in prompt and answer, data.max_prompt_len + "

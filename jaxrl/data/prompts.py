@@ -10,8 +10,9 @@ verl's schema                                   plain
   extra_info    optional, passed to the reward
 
 Both may be mixed (question + reward_model, prompt + label). The column `tools` has the tools that
-the chat template offers to the model (jaxrl/data/chat/row_messages.py). Rewards get an answer as it
-is in the row: a string, a number, a list or a dict; without one, if no reward needs it, "".
+the chat template offers to the model (jaxrl/data/chat/row_messages.py), and `images` its images
+(jaxrl/data/images/references.py). Rewards get an answer as it is in the row: a string, a number, a
+list or a dict; without one, if no reward needs it, "".
 """
 
 import functools
@@ -32,24 +33,35 @@ from jaxrl.data.chat.row_messages import (
     prompt_of,
     tools_of,
 )
+from jaxrl.data.dropped import Dropped
+from jaxrl.data.images.placeholders import Placeholders, n_images
+from jaxrl.data.images.reader import ImageReader
+from jaxrl.data.images.references import IMAGE_COLUMNS
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
 from jaxrl.json_text import Message
-from jaxrl.types import Prompt
+from jaxrl.types import ImageInput, Prompt
 
-_NOT_EXTRA = ("data_source", "extra_info", "tools")
+_NOT_EXTRA = ("data_source", "extra_info", "tools", *IMAGE_COLUMNS)
 _IF_RENDERED = "If the prompts are already rendered, set data.rendered_prompts=True. "
 
 
 def prompt_maker(
-    renderer: ChatRenderer, data: DataConfig, *, answer_for: str = ""
+    renderer: ChatRenderer,
+    data: DataConfig,
+    *,
+    answer_for: str = "",
+    images: ImageReader | None = None,
 ) -> ItemMaker[Prompt]:
     """Makes one prompt of each row; those over data.max_prompt_len are dropped or truncated.
 
     `answer_for` has the names of the reward functions that need an answer; "" allows rows without.
+    `images` reads the images of rows for the model; None refuses rows with images.
     """
-    make = functools.partial(make_prompts, renderer=renderer, data=data, answer_for=answer_for)
+    make = functools.partial(
+        make_prompts, renderer=renderer, data=data, answer_for=answer_for, images=images
+    )
     limit = f"data.max_prompt_len = {data.max_prompt_len}"
     return ItemMaker("prompts", limit, data.columns, make, Usage(_reading))
 
@@ -63,6 +75,7 @@ def _reading(row: Mapping[str, Any]) -> Reading:
     elif ends_with_answer(row[column]):
         note = f"{column} ends with an answer, which is cut off"
     names = [*columns_of_prompt(row, column), *others[:1], *TRUTH_COLUMNS, "extra_info"]
+    names += IMAGE_COLUMNS
     return Reading(names, passes_rest=True, note=note)
 
 
@@ -77,37 +90,73 @@ def _prompt_column(row: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def make_prompts(
     rows: Sequence[SourceRow],
-    dropped: list[int],
+    dropped: Dropped,
     *,
     renderer: ChatRenderer,
     data: DataConfig,
     answer_for: str = "",
+    images: ImageReader | None = None,
 ) -> list[Prompt]:
-    """The prompts of the rows, rendered together; the lengths of dropped ones go to `dropped`."""
+    """The prompts of the rows, rendered together; what is left out goes to `dropped`."""
     prompts = []
+    rows, found = _with_images(rows, images, dropped)
     asked = [question_of(row.columns, row.place) for row in rows]
     offered = [tools_of(row.columns, row.place) for row in rows]
     rendered = _tokens(rows, asked, offered, renderer, data)
-    for row, (question, messages), tools, tokens in zip(
-        rows, asked, offered, rendered, strict=True
+    for row, (question, messages), tools, tokens, inputs in zip(
+        rows, asked, offered, rendered, found, strict=True
     ):
+        if renderer.images:
+            tokens = _expand(tokens, inputs, renderer.images, row.place)
         if len(tokens) > data.max_prompt_len and data.filter_overlong_prompts:
-            dropped.append(len(tokens))
+            dropped.lengths.append(len(tokens))
             continue
+        kept = _truncate(tokens, row.number, data)
+        if renderer.images:
+            renderer.images.check_cut(tokens, kept, row.place)
         truth = _truth_column(row, answer_for)
         prompts.append(
             Prompt(
                 id=row.number,
                 messages=messages,
-                tokens=_truncate(tokens, row.number, data),
+                tokens=tokens[kept],
                 answer=_answer(row, truth),
                 source=source_of(row.columns),
                 extra=_extra(row.columns, used=(question, truth)),
                 is_text=isinstance(row.columns[question], str),
                 tools=tools,
+                images=inputs,
             )
         )
     return prompts
+
+
+def _with_images(
+    rows: Sequence[SourceRow], images: ImageReader | None, dropped: Dropped
+) -> tuple[Sequence[SourceRow], Sequence[tuple[ImageInput, ...]]]:
+    """(the rows with the places of their images marked, the images of each row)."""
+    if images is None:
+        return rows, [()] * len(rows)
+    pairs = images.read(rows, _message_columns, dropped)
+    return [row for row, _ in pairs], [inputs for _, inputs in pairs]
+
+
+def _message_columns(row: Mapping[str, Any]) -> list[str]:
+    """The columns of the text of a prompt, in their order."""
+    column, _ = _prompt_column(row)
+    if not isinstance(row.get(column), str):
+        return [column]
+    return ["history", column, *("input",) * (column == "instruction")]
+
+
+def _expand(
+    tokens: np.ndarray, inputs: Sequence[ImageInput], images: Placeholders, place: str
+) -> np.ndarray:
+    """The tokens with all tokens of the images. The message of a ValueError has the place."""
+    try:
+        return images.expand(tokens, inputs)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def question_of(row: dict[str, Any], place: str) -> tuple[str, tuple[Message, ...]]:
@@ -163,11 +212,12 @@ def _tokens(
 
 def _rendered(column: str, messages: Sequence[Message], row: SourceRow) -> str:
     """The text of a prompt that is already rendered."""
-    if len(messages) > 1 or not isinstance(row.columns[column], str) or row.columns.get("tools"):
+    is_one = isinstance(row.columns[column], str) and len(messages) == 1
+    if not is_one or row.columns.get("tools") or n_images(messages):
         raise ValueError(
             f"{row.place}: {column} is not only text, so it is not rendered yet: the row has "
-            "messages, a system message, history or tools. Set data.rendered_prompts=False, or "
-            "write the prompt as text"
+            "messages, a system message, history, tools or images. Set "
+            "data.rendered_prompts=False, or write the prompt as text"
         )
     return messages[0]["content"]
 
@@ -221,20 +271,21 @@ def _extra(row: dict[str, Any], used: tuple[str, str]) -> dict[str, Any]:
 
 
 def _truncate(tokens: np.ndarray, row: int, data: DataConfig) -> np.ndarray:
-    """At most max_prompt_len tokens; data.truncation names the side that is dropped.
+    """The indices of max_prompt_len tokens; data.truncation names the side that is dropped.
 
     Raises ValueError for an overlong prompt if truncation is "error".
     """
     limit, excess = data.max_prompt_len, len(tokens) - data.max_prompt_len
+    places = np.arange(len(tokens))
     if excess <= 0:
-        return tokens
+        return places
     if data.truncation == "left":
-        return tokens[excess:]
+        return places[excess:]
     if data.truncation == "right":
-        return tokens[:limit]
+        return places[:limit]
     if data.truncation == "middle":
         head = limit // 2
-        return np.concatenate([tokens[:head], tokens[head + excess :]])
+        return np.concatenate([places[:head], places[head + excess :]])
     raise ValueError(
         f"prompt {row} has {len(tokens)} tokens, data.max_prompt_len is {limit}; raise it, set "
         "data.filter_overlong_prompts=True to drop such prompts, or set data.truncation to 'left', "

@@ -7,14 +7,18 @@ the index of the blocks, the blocks of the buffer and the rows of a step are in 
 iteration is grain's, whose state is the position; the buffer is read again on resume.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import grain
 from grain.experimental import FlatMapIterDataset, FlatMapTransform, WindowShuffleIterDataset
 
+from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker, no_items
 from jaxrl.data.sources.row_blocks import LazyRow, RowBlock, fingerprints, index_blocks
+
+logger = logging.getLogger(__name__)
 
 
 class ItemStream[T]:
@@ -40,7 +44,7 @@ class ItemStream[T]:
         blocks = list(index_blocks(sources, first))
         self._n_rows = sum(block.n_rows for block in blocks)
         if not self._n_rows:
-            raise ValueError(no_items(sources, maker, []))
+            raise ValueError(no_items(sources, maker, Dropped()))
         self._maker, self._files = maker, fingerprints(blocks)
         self.items = first_items(blocks, maker)
         order = grain.MapDataset.source(range(len(blocks))).seed(seed)
@@ -82,7 +86,7 @@ def first_items[T](blocks: Sequence[RowBlock], maker: ItemMaker[T]) -> list[T]:
     """The items of the first row of each source, which show its columns and the chat template."""
     firsts = {block.source: block for block in reversed(blocks)}
     rows = [firsts[source].rows()[0].read(maker.columns) for source in sorted(firsts)]
-    items = [item for row in rows for item in maker.make([row], [])]
+    items = [item for row in rows for item in maker.make([row], Dropped())]
     maker.usage.add(rows)
     maker.usage.log(maker.kind)
     return items
@@ -99,16 +103,21 @@ class _Rows(FlatMapTransform):
 
 
 class _Items[T](FlatMapTransform):
-    """The items of a row: none if it is too long, several if each turn is a sequence."""
+    """The items of a row: none if it is dropped, several if each turn is a sequence."""
 
     def __init__(self, maker: ItemMaker[T], sources: Sequence[str], n_rows: int):
         self._maker, self._sources, self._n_rows = maker, sources, n_rows
-        self._lengths: list[int] = []  # of dropped rows since the last item
+        self._dropped = Dropped()  # since the last item
+        self._n_errors = 0
 
     def flat_map(self, element: LazyRow) -> Sequence[T]:
-        items = self._maker.make([element.read(self._maker.columns)], self._lengths)
+        n = len(self._dropped.errors)
+        items = self._maker.make([element.read(self._maker.columns)], self._dropped)
+        for error in self._dropped.errors[n:]:
+            self._n_errors += 1
+            logger.warning("a row was dropped (%d so far): %s", self._n_errors, error)
         if items:
-            self._lengths = []
-        elif len(self._lengths) > 2 * self._n_rows:
-            raise ValueError(no_items(self._sources, self._maker, self._lengths))
+            self._dropped = Dropped()
+        elif len(self._dropped) > 2 * self._n_rows:
+            raise ValueError(no_items(self._sources, self._maker, self._dropped))
         return items

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import RewardConfig, RunConfig
+from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.sources.rows import SourceRow
 from jaxrl.environments.builtin.calculator import Calculator
@@ -200,9 +201,9 @@ def test_rewards_without_a_known_truth_accept_all(spec):
 
 def test_bad_truths_end_the_run_with_the_rows_of_the_file():
     maker = with_checked_truths(plain_maker(), ("format", "last_number"))
-    assert [p.answer for p in maker.make(rows("1", "2"), [])] == ["1", "2"]
+    assert [p.answer for p in maker.make(rows("1", "2"), Dropped())] == ["1", "2"]
     with pytest.raises(ValueError) as error:
-        maker.make(rows("1", "blue", "3", "x^2", "", "4", "5 to 7"), [])
+        maker.make(rows("1", "blue", "3", "x^2", "", "4", "5 to 7"), Dropped())
     text = str(error.value)
     assert "with the reward last_number, which takes a number" in text
     assert "data.jsonl:2: the ground truth 'blue' is not one number" in text
@@ -212,7 +213,7 @@ def test_bad_truths_end_the_run_with_the_rows_of_the_file():
 
 def test_rows_that_are_too_long_are_not_checked():
     maker = plain_maker(dropped=("blue",))
-    assert len(with_checked_truths(maker, ("last_number",)).make(rows("1", "blue"), [])) == 1
+    assert len(with_checked_truths(maker, ("last_number",)).make(rows("1", "blue"), Dropped())) == 1
 
 
 def test_a_sample_of_truths_is_scored_as_the_answer(caplog):

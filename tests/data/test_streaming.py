@@ -16,7 +16,7 @@ from jaxrl.data.streaming import ItemStream
 def numbers(rows, dropped):
     """The numbers in the rows; multiples of ten are too long."""
     found = [int(row.columns["answer"]) for row in rows]
-    dropped += [n for n in found if n % 10 == 0]
+    dropped.lengths += [n for n in found if n % 10 == 0]
     return [(row.number, n) for row, n in zip(rows, found, strict=True) if n % 10]
 
 

@@ -4,7 +4,13 @@ import dataclasses
 import datetime
 from collections.abc import Mapping
 
-from jaxrl.config.choices import ON_ERRORS, SPECIAL_TOKENS, TOOL_FORMATS, TRUNCATIONS
+from jaxrl.config.choices import (
+    IMAGE_ERRORS,
+    ON_ERRORS,
+    SPECIAL_TOKENS,
+    TOOL_FORMATS,
+    TRUNCATIONS,
+)
 from jaxrl.config.keys.devices import RoleConfig
 from jaxrl.config.schema import Value, key
 
@@ -102,6 +108,29 @@ class DataConfig:
         "",
         "Date that chat templates print (strftime_now), YYYY-MM-DD; '' = the date of the run's "
         "first start, which resumed starts keep",
+    )
+
+    image_root: str = key(
+        "",
+        "Folder of the image files that rows name: only files below it are read; '' = rows have "
+        "their images as bytes",
+    )
+    image_kwargs: Mapping[str, Value] = key(
+        {},
+        "Settings of the model's image processor that replace those of its folder, by name: "
+        "data.image_kwargs.max_pixels=401408 (Qwen), max_soft_tokens=140 (Gemma 4)",
+    )
+    max_image_pixels: int = key(
+        64_000_000,
+        "Largest image that is decoded, in pixels before it is resized for the model",
+        ge=1,
+        le=89_478_485,
+    )
+    on_error: str = key(
+        "error",
+        "A row with an image that is missing, damaged, too large, animated or of no size: error = "
+        "the run stops and names it, drop = the row is dropped and counted",
+        choices=IMAGE_ERRORS,
     )
 
     @property

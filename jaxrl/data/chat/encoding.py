@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxrl.data.chat.special_tokens import SpecialTokens
 from jaxrl.data.chat.template import check_arguments, read_template, template_names, with_date
+from jaxrl.data.images.placeholders import Placeholders, n_images, with_parts
 from jaxrl.json_text import Message
 from jaxrl.tool_calls.calls import MalformedCall, ToolCall, template_form
 
@@ -49,8 +50,12 @@ class ChatRenderer:
         arguments: Mapping[str, Any] | None = None,
         today: datetime.date | None = None,
         special_tokens: str = "error",
+        images: Placeholders | None = None,
     ):
-        """`special_tokens` is data.special_tokens: what their text in a message means."""
+        """`special_tokens` is data.special_tokens: what their text in a message means.
+
+        `images`: how the model's prompts have an image. None is a model that reads text only.
+        """
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.template = read_template(template) if template else _checkpoint_template(tokenizer)
@@ -59,6 +64,7 @@ class ChatRenderer:
         self._source = with_date(self.template, today) if today else self.template
         check_arguments(self.template, self.arguments, tokenizer.special_tokens_map)
         self._special_mode = special_tokens
+        self.images = images
 
     @functools.cached_property
     def special_tokens(self) -> SpecialTokens:
@@ -82,8 +88,10 @@ class ChatRenderer:
 
         So does text that ends with the generation prompt, which is rendered already. With
         data.special_tokens="text" it is tokenized as text, which the arguments of tool calls cannot
-        be; with "token" a special token is one.
+        be; with "token" a special token is one. An image token of the model is always an error.
         """
+        if self.images:
+            self.images.check_text(messages)
         if self._special_mode == "token":
             return
         shown = messages
@@ -252,6 +260,8 @@ class ChatRenderer:
                 f"the chat template rejects a conversation with the roles {roles} ({reason}); "
                 "change the data or set data.chat_template"
             ) from error
+        if self.images:
+            text = self.images.frame(text, n_images(messages))
         check_rendered_tools(text, messages, tools)
         return text
 
@@ -272,8 +282,9 @@ class ChatRenderer:
             )
             return str(rendered)
 
+        messages = with_parts(messages) if self.images else list(messages)
         try:
-            return apply(list(messages))
+            return apply(messages)
         except TypeError:
             if not any(m.get("tool_calls") for m in messages):
                 raise

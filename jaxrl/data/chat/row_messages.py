@@ -11,6 +11,11 @@ from jaxrl.tool_calls.chat_message import as_message, parse_or_none
 from jaxrl.tool_calls.schema import check_tool
 
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")  # verl's and TRL's names
+_MEDIA_PARTS = ("image", "video", "audio", "input_image", "input_audio")  # how their types begin
+_NO_MEDIA = (
+    "models with vision are not trained yet; remove it if the text alone is the task, else use "
+    "rows without it"
+)
 
 
 def prompt_of(
@@ -91,6 +96,10 @@ def as_messages(value: Any, column: str, place: str) -> tuple[Message, ...]:
     """
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
+    if kind := _first_medium(value):
+        raise ValueError(
+            f"{place}: {column} has a content part of the type {kind}, and {_NO_MEDIA}"
+        )
     try:
         found = (
             [as_message(canonical(_without_none(m))) for m in value]
@@ -103,8 +112,8 @@ def as_messages(value: Any, column: str, place: str) -> tuple[Message, ...]:
     if not messages or len(messages) < len(found):
         raise ValueError(
             f"{place}: {column} is neither a string nor a list of messages "
-            f"{{role, content}} with text contents, but {shown(value)}; jaxrl trains on text "
-            "only"
+            f"{{role, content}} with text contents, but {shown(value)}; correct the row, or map "
+            "another column with data.columns"
         )
     return messages
 
@@ -147,9 +156,15 @@ def _without_none(value: Any) -> Any:
 
 
 def check_text_only(row: Mapping[str, Any], place: str) -> None:
-    """Raises ValueError if the row has an image, a video or audio."""
+    """Raises ValueError if the row has an image, a video or audio in a column."""
     if found := [name for name in MEDIA_COLUMNS if row.get(name)]:
-        raise ValueError(
-            f"{place} has a value in the column {found[0]}, and jaxrl trains on text only; remove "
-            "the column if the text alone is the task, else use rows without it"
-        )
+        raise ValueError(f"{place} has a value in the column {found[0]}, and {_NO_MEDIA}")
+
+
+def _first_medium(messages: Any) -> str:
+    """The type of the first content part that is an image, a video or audio; "" without one."""
+    turns = messages if isinstance(messages, list) else ()
+    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    return next((k for k in kinds if isinstance(k, str) and k.startswith(_MEDIA_PARTS)), "")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.sources.rows import SourceRow
 from jaxrl.rewards.pool import RewardPool
@@ -36,9 +37,9 @@ def with_checked_truths(maker: ItemMaker[Prompt], functions: Sequence[str]) -> I
 
 def _make_checked(
     rows: Sequence[SourceRow],
-    dropped: list[int],
+    dropped: Dropped,
     *,
-    make: Callable[[Sequence[SourceRow], list[int]], list[Prompt]],
+    make: Callable[[Sequence[SourceRow], Dropped], list[Prompt]],
     functions: Sequence[str],
 ) -> list[Prompt]:
     """The prompts of the rows. Raises ValueError with the rows whose truth cannot be matched."""

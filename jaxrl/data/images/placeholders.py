@@ -1,0 +1,111 @@
+"""The place of an image: in the text of a message, in a rendered prompt, and in its tokens."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxrl.json_text import Message
+from jaxrl.types import ImageInput
+
+IMAGE = "\ufdd1"  # in a message's text; a code point that Unicode reserves for such uses
+_ADVICE = (
+    "Write the place of an image as <image>, or as a content part, and remove the model's own "
+    "image tokens from the text"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placeholders:
+    """How the prompts of a model have an image.
+
+    The model reads `framed` where its chat template writes `rendered`. The token `token` in it is
+    repeated: an image of n tokens has n of them.
+    """
+
+    rendered: str
+    framed: str
+    token: int
+
+    def check_text(self, messages: Sequence[Message]) -> None:
+        """Raises ValueError if the text of a message contains an image token of the model."""
+        for i, message in enumerate(messages):
+            text = str(message.get("content"))
+            if found := next((own for own in (self.rendered, self.framed) if own in text), ""):
+                raise ValueError(
+                    f"the text of turn {i} ({message['role']}) contains {found!r}, an image token "
+                    f"of the model. {_ADVICE}"
+                )
+
+    def frame(self, text: str, n_images: int) -> str:
+        """The rendered text as the model reads it. Raises ValueError for more or fewer images."""
+        if (found := text.count(self.rendered)) < n_images:
+            raise ValueError(
+                f"the chat template writes {found} of {n_images} images ({self.rendered!r}); set "
+                "data.chat_template to one that renders images"
+            )
+        if found > n_images:
+            raise ValueError(
+                f"the rendered text has {found} image tokens ({self.rendered!r}) for {n_images} "
+                f"images. {_ADVICE}"
+            )
+        return text.replace(self.rendered, self.framed)
+
+    def expand(
+        self, tokens: Int32[np.ndarray, " _"], images: Sequence[ImageInput]
+    ) -> Int32[np.ndarray, " _"]:
+        """The tokens of a prompt with n tokens in place of each image's one.
+
+        Raises ValueError for more or fewer placeholders than images.
+        """
+        places = np.flatnonzero(tokens == self.token)
+        if len(places) != len(images):
+            raise ValueError(
+                f"the prompt has {len(places)} image tokens ({self.framed!r}) for {len(images)} "
+                f"images. {_ADVICE}"
+            )
+        counts = np.ones(len(tokens), int)
+        counts[places] = [image.n_tokens for image in images]
+        return np.repeat(tokens, counts)
+
+    def check_cut(self, tokens: np.ndarray, kept: np.ndarray, place: str) -> None:
+        """Raises ValueError if a prompt's tokens lose one of an image, or of its frame.
+
+        `kept` [n] are the indices of the tokens that remain.
+        """
+        of_image = tokens == self.token
+        framed = of_image.copy()
+        framed[:-1] |= of_image[1:]
+        framed[1:] |= of_image[:-1]
+        if np.delete(framed, kept).any():
+            raise ValueError(
+                f"{place}: the prompt has {len(tokens)} tokens, and its truncation to {len(kept)} "
+                "would cut an image; raise data.max_prompt_len, lower the sizes of images with "
+                "data.image_kwargs, or set data.filter_overlong_prompts=True"
+            )
+
+
+def with_parts(messages: Sequence[Message]) -> list[Message]:
+    """The messages as chat templates read images: content parts in place of text with images."""
+    return [
+        message | {"content": list(_parts(text))}
+        if isinstance(text := message.get("content"), str) and IMAGE in text
+        else message
+        for message in messages
+    ]
+
+
+def n_images(messages: Sequence[Message]) -> int:
+    """Number of images in the text of the messages."""
+    texts = (message.get("content") for message in messages)
+    return sum(text.count(IMAGE) for text in texts if isinstance(text, str))
+
+
+def _parts(text: str) -> Iterator[dict[str, Any]]:
+    for i, piece in enumerate(text.split(IMAGE)):
+        if i:
+            yield {"type": "image"}
+        if piece:
+            yield {"type": "text", "text": piece}

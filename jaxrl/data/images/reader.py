@@ -1,0 +1,80 @@
+"""Reads the images of many rows for a model, in threads."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl.config.keys import DataConfig
+from jaxrl.data.dropped import Dropped
+from jaxrl.data.images.decoding import UnusableImageError, find_source
+from jaxrl.data.images.processing import ImageProcessor
+from jaxrl.data.images.references import ImageReference, mark_images
+from jaxrl.data.sources.rows import SourceRow
+from jaxrl.types import ImageInput
+
+RowImages = tuple[SourceRow, tuple[ImageInput, ...]]  # a row with marked places, its images
+MessageColumns = Callable[[Mapping[str, Any]], Sequence[str]]  # of a row, in order
+
+
+class ImageReader:
+    """Reads the images of rows as inputs of the model in a folder.
+
+    Raises ValueError for a model without images and for wrong settings.
+    """
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, data: DataConfig):
+        self._processor = ImageProcessor(folder, data.image_kwargs, data.max_image_pixels)
+        self._root, self._drops = data.image_root, data.on_error == "drop"
+        if self._root and not Path(self._root).expanduser().is_dir():
+            raise ValueError(
+                f"data.image_root = {self._root} is not a folder; set it to the folder that has "
+                "the images"
+            )
+        self.placeholders = self._processor.placeholders(tokenizer)
+
+    def read(
+        self, rows: Sequence[SourceRow], columns: MessageColumns, dropped: Dropped
+    ) -> list[RowImages]:
+        """The rows with IMAGE at the places of their images, and these images.
+
+        Raises ValueError with the place for a row whose images cannot be used. With
+        data.on_error="drop", rows with images that are missing, damaged, too large or of another
+        form are left out, and their errors go to `dropped`.
+        """
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # decoders and numpy release the GIL
+            found = list(threads.map(lambda row: self._read_row(row, columns), rows))
+        dropped.errors += [str(one) for one in found if isinstance(one, UnusableImageError)]
+        return [one for one in found if not isinstance(one, UnusableImageError)]
+
+    def _read_row(self, row: SourceRow, columns: MessageColumns) -> RowImages | UnusableImageError:
+        marked, references = mark_images(row.columns, columns(row.columns), row.place)
+        try:
+            images = tuple(
+                self._image(reference, row.place, i) for i, reference in enumerate(references)
+            )
+        except UnusableImageError as error:
+            if self._drops:
+                return error
+            raise
+        return dataclasses.replace(row, columns=marked), images
+
+    def _image(self, reference: ImageReference, place: str, i: int) -> ImageInput:
+        """One image of a row. The message of a ValueError begins with the row's place."""
+        try:
+            source = find_source(reference, self._root)
+            name = str(source) if isinstance(source, Path) else f"image {i + 1}"
+            return self._processor.image(source, name)
+        except UnusableImageError as error:
+            advice = (
+                ""
+                if self._drops
+                else (". Correct or remove the row, or set data.on_error=drop to drop such rows")
+            )
+            raise UnusableImageError(f"{place}: {error}{advice}") from error
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
