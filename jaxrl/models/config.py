@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -51,6 +51,20 @@ class LoRA:
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@runtime_checkable
+class LinearOptions(Protocol):
+    """What linear layers of the model dimension take from the config of a model."""
+
+    @property
+    def D(self) -> int: ...
+
+    @property
+    def lora(self) -> LoRA | None: ...
+
+    @property
+    def base_dtype(self) -> str: ...
 
 
 def target_name(layer: str) -> str:
