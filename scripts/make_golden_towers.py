@@ -26,9 +26,7 @@ TEXT = dict(
     max_position_embeddings=64,
     pad_token_id=0,
 )
-TOKENS = dict(
-    image_token_id=5, video_token_id=6, vision_start_token_id=7, vision_end_token_id=8
-)
+TOKENS = dict(image_token_id=5, video_token_id=6, vision_start_token_id=7, vision_end_token_id=8)
 QWEN = dict(
     depth=3,
     hidden_size=16,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from flax import struct
@@ -13,6 +13,7 @@ from jaxrl.models.vision.config import TowerConfig
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
 
+@runtime_checkable
 class ImagePatches(Protocol):
     """The patches of one image, as its processor gives them."""
 
@@ -157,9 +158,7 @@ def pack_patches(
     return packed
 
 
-def _add_image(
-    cfg: TowerConfig, packed: PatchRows, b: int, start: int, image: ImagePatches
-) -> int:
+def _add_image(cfg: TowerConfig, packed: PatchRows, b: int, start: int, image: ImagePatches) -> int:
     """Writes an image to the row b from a place on; returns the place after it."""
     layout = image_layout(cfg, image.grid)
     expected = (len(layout.source), cfg.patch_features)

@@ -26,7 +26,9 @@ DEFAULTS: dict[str, Any] = dict(
 )
 DEEPSTACK = (8, 16, 24)  # transformers' default for Qwen3-VL
 ROPE = frozenset({"rope_parameters", "rope_theta"})
-VISION_TYPES = ("qwen3_vl", "qwen3_vl_vision", "qwen3_5", "qwen3_5_vision")
+DEEPSTACK_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
+FAMILIES = (*DEEPSTACK_FAMILIES, "qwen3_5", "qwen3_5_moe")
+VISION_TYPES = (*FAMILIES, *(f"{name}_vision" for name in FAMILIES))
 ENTRIES = entries.Entries(
     classes=(),
     read=frozenset({*DEFAULTS, "deepstack_visual_indexes", "model_type"}) | ROPE,
@@ -51,8 +53,9 @@ def from_hf(config: ConfigJson) -> TowerConfig:
     """Raises ValueError for positions that are no square."""
     c = DEFAULTS | dict(config["vision_config"])
     family = config["model_type"]
-    deepstack = c.get("deepstack_visual_indexes", DEEPSTACK if family == "qwen3_vl" else ())
-    if family != "qwen3_vl" and deepstack:
+    has_deepstack = family in DEEPSTACK_FAMILIES
+    deepstack = c.get("deepstack_visual_indexes", DEEPSTACK if has_deepstack else ())
+    if deepstack and not has_deepstack:
         raise ValueError(
             f"deepstack_visual_indexes is {list(deepstack)}, which transformers ignores in "
             f"{family} models; remove it from vision_config"
@@ -107,7 +110,7 @@ def read_theta(c: ConfigJson) -> float:
 def to_hf(cfg: TowerConfig) -> dict[str, Any]:
     deepstack = dict(deepstack_visual_indexes=list(cfg.deepstack))
     vision = qwen_json(cfg) | dict(num_position_embeddings=cfg.table**2)
-    return dict(vision_config=vision | (deepstack if cfg.family == "qwen3_vl" else {}))
+    return dict(vision_config=vision | (deepstack if cfg.family in DEEPSTACK_FAMILIES else {}))
 
 
 def qwen_json(cfg: TowerConfig) -> dict[str, Any]:

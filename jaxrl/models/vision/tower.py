@@ -5,7 +5,6 @@ the patches of several images one after the other (patches.py). Attention is wit
 within windows of it, and has no causal mask.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.attention.segments import attention_in_segments
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, in_blocks, make_spec
+from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import ACTIVATIONS, MLP
 from jaxrl.models.layers.norms import LayerNorm, RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotate
@@ -103,7 +102,8 @@ def rotate_in_plane(
         rotate(pairs.reshape(*rest, half), places[..., axis], Rotation(inv_freq))
         for axis, pairs in enumerate((row, column))
     ]
-    return jnp.concatenate([one.reshape(*rest, 2, half // 2) for one in turned], -1).reshape(x.shape)
+    parts = [one.reshape(*rest, 2, half // 2) for one in turned]
+    return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 
 
 class Merger(nnx.Module):
@@ -135,7 +135,7 @@ class Merger(nnx.Module):
             ]
         )
 
-    def __call__(self, x: Float[Array, "B P D"], rules: Rules) -> Float[Array, "B F D"]:
+    def __call__(self, x: Float[Array, "B P D"], rules: Rules) -> Float[Array, "B F O"]:
         out = rules.spec("batch", "time", "embed")
         if self.mean:
             pooled = self.norm(self._groups(x, rules).astype(jnp.float32).mean(2).astype(x.dtype))
@@ -195,10 +195,8 @@ class Tower(nnx.Module):
         """
         x = self.embed_patches(rows, rules)
         x, outputs = self._run_blocks(x, rows, rules, remat)
-        deep = [
-            self._in_order(merger(outputs[i], rules), rows, rules)
-            for i, merger in sorted(zip(self.cfg.deepstack, self.deepstack, strict=True), key=_block)
-        ]
+        mergers = dict(zip(self.cfg.deepstack, self.deepstack, strict=True))
+        deep = [self._in_order(mergers[i](outputs[i], rules), rows, rules) for i in sorted(mergers)]
         x = x if self.final_norm is None else self.final_norm(x)
         return self._in_order(self.merger(x, rules), rows, rules), tuple(deep)
 
@@ -245,10 +243,6 @@ class Tower(nnx.Module):
         return jax.reshard(ordered, rules.spec("batch", "time", "embed"))
 
 
-def _block(pair: tuple[int, Merger]) -> int:
-    return pair[0]
-
-
 def _numbered(name: str, i: int) -> str:
     """The name of the i-th part, before its own parts."""
     return f"{name}{i}."
@@ -264,7 +258,9 @@ def in_file_shape(make: MakeParam, name: str, hf_shape: tuple[int, ...]) -> Make
     """`make`, which gives the parameter of this name another shape in files."""
 
     def make_part(part, shape, axes, **options) -> Any:
-        return make(part, shape, axes, **options | (dict(hf_shape=hf_shape) if part == name else {}))
+        return make(
+            part, shape, axes, **options | (dict(hf_shape=hf_shape) if part == name else {})
+        )
 
     return make_part
 
@@ -280,7 +276,3 @@ def init_tower(
 ) -> Tower:
     """A randomly initialized tower on the current mesh."""
     return init_params(jax.random.key(seed), tower_specs(cfg), rules, dtype)
-
-
-def without_adapters(tower: Tower) -> TowerConfig:
-    return dataclasses.replace(tower.cfg, lora=None)

@@ -12,9 +12,7 @@ from jaxrl.models.vision import gemma3, qwen2_5_vl, qwen3_vl
 from jaxrl.models.vision.config import TowerConfig
 
 # `model_type` of an image-and-text model -> the module that reads its vision_config.
-TOWERS = {
-    "qwen3_vl": qwen3_vl,
-    "qwen3_5": qwen3_vl,
+TOWERS = dict.fromkeys(qwen3_vl.FAMILIES, qwen3_vl) | {
     "qwen2_5_vl": qwen2_5_vl,
     "gemma3": gemma3,
 }
