@@ -128,7 +128,7 @@ def main(target: Path, names: list[str]) -> None:
         with torch.no_grad():
             write = square_images if hasattr(config.vision_config, "image_size") else packed_images
             saved = write(model, rng)
-        np.savez_compressed(target / name / "golden.npz", **saved)
+        np.savez_compressed(target / name / "golden_tower.npz", **saved)
         print(f"{name}: |feature| up to {np.abs(saved['features']).max():.1f}")
 
 

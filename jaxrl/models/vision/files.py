@@ -19,7 +19,7 @@ from jaxrl.models.files.weight_files import add_once, all_tensors
 from jaxrl.models.spec import hf_names, is_spec, map_specs
 from jaxrl.models.vision.config import TowerConfig
 from jaxrl.models.vision.tower import Tower, tower_specs
-from jaxrl.models.vision.towers import folder_tower
+from jaxrl.models.vision.towers import TOWERS, folder_tower
 from sharding import Rules
 
 # Published files and those of several versions of transformers differ in these prefixes.
@@ -39,7 +39,10 @@ def load_tower(
     """
     cfg = folder_tower(folder)
     if cfg is None:
-        raise ValueError(f"{folder} has no vision_config: it is a model without images")
+        raise ValueError(
+            f"{folder} has no vision tower of a known kind; model types with one: "
+            f"{', '.join(TOWERS)}"
+        )
     specs, tensors, mesh = tower_specs(cfg), tower_files(folder), jax.sharding.get_mesh()
     expected = {n: s.hf_shape for s in jax.tree.leaves(specs, is_leaf=is_spec) for n in hf_names(s)}
     found = {name: tensors[common_name(name)] for name in expected if common_name(name) in tensors}

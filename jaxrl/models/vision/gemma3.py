@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxrl.models.families import entries
 from jaxrl.models.families.fields import ConfigJson
+from jaxrl.models.files.hf_entries import wrong
 from jaxrl.models.vision.config import MergerConfig, TowerConfig, TowerNames
 from jaxrl.models.vision.qwen3_vl import activation_name, plain_mlp
 
@@ -48,6 +49,8 @@ def from_hf(config: ConfigJson) -> TowerConfig:
     """Raises ValueError for images that are no whole patches or no whole tokens."""
     c = DEFAULTS | dict(config["vision_config"])
     size, patch, n = c["image_size"], c["patch_size"], config.get("mm_tokens_per_image", TOKENS)
+    if type(n) is not int or n < 1:
+        raise wrong("mm_tokens_per_image", n, "an integer above 0")
     table, side = size // patch, int(n**0.5)
     if size % patch or side**2 != n or table % side:
         raise ValueError(
@@ -60,7 +63,7 @@ def from_hf(config: ConfigJson) -> TowerConfig:
         D=c["hidden_size"],
         N=c["num_attention_heads"],
         ffn=plain_mlp(c, "fc1", "fc2"),
-        out_D=config["text_config"].get("hidden_size", TEXT_WIDTH),
+        out_D=(config.get("text_config") or {}).get("hidden_size", TEXT_WIDTH),
         patch_shape=(c["num_channels"], patch, patch),
         merge=table // side,
         merger=MergerConfig("mean", ("mm_input_projection_weight",), rms=True, unit_offset=True),

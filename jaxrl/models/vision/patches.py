@@ -57,6 +57,13 @@ def n_tokens(cfg: TowerConfig, grid: Grid) -> int:
     return grid[0] * grid[1] * grid[2] // cfg.merge**2
 
 
+def example_grid(cfg: TowerConfig, pixels: int) -> Grid:
+    """The grid of a square image of about so many pixels on each side, or of the tower's size."""
+    token = cfg.patch_shape[-1] * cfg.merge
+    side = cfg.table if cfg.fixed else max(pixels // token, 1) * cfg.merge
+    return 1, side, side
+
+
 def check_grid(cfg: TowerConfig, grid: Grid) -> None:
     """Raises ValueError unless tokens divide the grid, which a tower with one size has exactly."""
     frames, *sides = grid

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.config.remat import parse_remat
@@ -24,7 +23,6 @@ from jaxrl.models.layers.mlp import ACTIVATIONS, MLP
 from jaxrl.models.layers.norms import LayerNorm, RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotate
 from jaxrl.models.remat import layer_input, loop_remat, recompute
-from jaxrl.models.spec import init_params
 from jaxrl.models.vision.config import TowerConfig
 from jaxrl.models.vision.patches import PatchRows
 from sharding import Rules, gather_matrix
@@ -269,10 +267,3 @@ def in_file_shape(make: MakeParam, name: str, hf_shape: tuple[int, ...]) -> Make
 def tower_specs(cfg: TowerConfig) -> Tower:
     """The tower as a tree of ParamSpecs. All callers share one tree per config."""
     return Tower(cfg)
-
-
-def init_tower(
-    cfg: TowerConfig, *, seed: int, rules: Rules, dtype: DTypeLike = jnp.float32
-) -> Tower:
-    """A randomly initialized tower on the current mesh."""
-    return init_params(jax.random.key(seed), tower_specs(cfg), rules, dtype)

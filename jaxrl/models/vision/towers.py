@@ -20,13 +20,13 @@ MAX_SIZE = 2**24  # of an entry; a damaged file must not cost memory
 
 
 def folder_tower(folder: str | Path) -> TowerConfig | None:
-    """The tower of a model folder; None for a model without one.
+    """The tower of a model folder; None for a model without one, or with an unknown one.
 
-    Raises ValueError, with the file's name, for a tower that is not known.
+    Raises ValueError, with the file's name, for entries that are not understood.
     """
     path = config_path(folder)
     config = read_object(path, ADVICE)
-    if not config.get("vision_config"):
+    if not config.get("vision_config") or config.get("model_type") not in TOWERS:
         return None
     try:
         return tower_from_hf(config)
@@ -70,8 +70,10 @@ def check_types(vision: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         if isinstance(default, str) and not isinstance(value, str):
             raise wrong(name, value, "a string")
     for name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
-        if not is_list_of(int, value := list(vision.get(name) or [])):
-            raise wrong(name, value, "a list of integers")
+        if not is_list_of(int, vision.get(name, [])):
+            raise wrong(name, vision[name], "a list of integers")
+    if not isinstance(rope := vision.get("rope_parameters") or {}, dict):
+        raise wrong("rope_parameters", rope, "an object")
 
 
 def check_sizes(cfg: TowerConfig) -> None:

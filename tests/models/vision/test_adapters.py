@@ -77,7 +77,7 @@ def test_new_adapters_change_nothing_and_an_export_has_them(options, one_device)
     assert chosen is not None
     tower = add_tower_adapters(base, chosen, seed=0, rules=TRAIN, dtype=jnp.float32)
     images, *_ = golden_images("qwen3_5")
-    rows = pack_patches(cfg, [images[:1]], 24)
+    rows = jax.tree.map(jnp.asarray, pack_patches(cfg, [images[:1]], 24))
     run = jax.jit(lambda tower: tower(rows, rules=TRAIN)[0])
     before = run(base)
     np.testing.assert_allclose(run(tower), before, atol=1e-5)

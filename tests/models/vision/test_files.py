@@ -79,7 +79,7 @@ def test_missing_and_misshaped_tensors_are_listed(one_device, tmp_path):
 def test_a_text_model_has_no_tower(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert folder_tower(tmp_path) is None
-    with pytest.raises(ValueError, match="no vision_config: it is a model without images"):
+    with pytest.raises(ValueError, match="no vision tower of a known kind; model types"):
         load_tower(tmp_path, rules=TRAIN)
 
 
@@ -96,6 +96,8 @@ def test_a_text_model_has_no_tower(tmp_path):
         ("qwen3_vl", dict(num_heads=3), "16 features in 3 heads"),
         ("qwen3_vl", dict(num_heads=8), "16 features in 8 heads"),
         ("qwen3_vl", dict(patch_size=[2, 2]), r"patch_size is \[2, 2\], expected an integer"),
+        ("qwen3_vl", dict(rope_parameters=3), "rope_parameters is 3, expected an object"),
+        ("qwen3_vl", dict(deepstack_visual_indexes=2), "is 2, expected a list of integers"),
         ("qwen3_vl", dict(depth=-1), "depth is -1, expected an integer from 1"),
         ("qwen3_vl", dict(model_type="siglip_vision_model"), "'siglip_vision_model'"),
         ("qwen3_5", dict(deepstack_visual_indexes=[1]), "transformers ignores in qwen3_5"),

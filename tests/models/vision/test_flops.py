@@ -30,7 +30,7 @@ def traced(cfg, remat: str = "none"):
     """(tower without arrays, one image in a row, the tower's function)."""
     grid = (1, SIDE, SIDE)
     patches = np.zeros((SIDE**2, cfg.patch_features), np.float32)
-    rows = pack_patches(cfg, [[Image(patches, grid)]], SIDE**2)
+    rows = jax.tree.map(jnp.asarray, pack_patches(cfg, [[Image(patches, grid)]], SIDE**2))
 
     def features(tower):
         out, deep = tower(rows, rules=TRAIN, remat=remat)

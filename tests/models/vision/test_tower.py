@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.spec import abstract_params
+from jaxrl.models.spec import abstract_params, init_params
 from jaxrl.models.vision.files import load_tower
 from jaxrl.models.vision.patches import pack_patches
-from jaxrl.models.vision.tower import Tower, init_tower, tower_specs
+from jaxrl.models.vision.tower import Tower, tower_specs
 from jaxrl.models.vision.towers import folder_tower
 from sharding import RING, TENSOR, TRAIN, ULYSSES, Rules, make_mesh
 from tests.marks import graded
@@ -189,9 +189,12 @@ def test_remat_changes_no_gradient(golden, remat, one_device):
 def test_a_new_tower_is_the_same_on_every_mesh():
     cfg = folder_tower(GOLDEN / "qwen3_5")
     assert cfg is not None
-    cfg = dataclasses.replace(cfg, L=1)
-    with jax.set_mesh(make_mesh()):
-        one = jax.tree.map(np.asarray, init_tower(cfg, seed=3, rules=TRAIN))
-    with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
-        many = jax.tree.map(np.asarray, init_tower(cfg, seed=3, rules=TENSOR))
-    jax.tree.map(np.testing.assert_array_equal, one, many)
+    specs = tower_specs(dataclasses.replace(cfg, L=1))
+
+    def init(rules: Rules, **sizes: int):
+        with jax.set_mesh(make_mesh(**sizes)):
+            tower = init_params(jax.random.key(3), specs, rules, jnp.float32)
+            return jax.tree.map(np.asarray, tower)
+
+    many = init(TENSOR, fsdp=2, tensor=2)
+    jax.tree.map(np.testing.assert_array_equal, init(TRAIN), many)
