@@ -54,6 +54,26 @@ SIGLIP = dict(
     patch_size=2,
     vision_use_head=False,
 )
+POOLED = dict(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=12,
+    patch_size=2,
+    pooling_kernel_size=2,
+    position_embedding_size=20,
+    standardize=True,
+    rope_parameters=dict(rope_type="axial", rope_theta=50.0),
+)
+GLOBAL = dict(
+    layer_types=["full_attention"],
+    global_head_dim=8,
+    num_global_key_value_heads=1,
+    hidden_size_per_layer_input=0,
+    rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=50.0)),
+)
 # name -> (class, vision_config, text_config, entries of the top level)
 MODELS = {
     "qwen3_vl": ("Qwen3VL", TABLE | dict(deepstack_visual_indexes=[2, 0]), TEXT, TOKENS),
@@ -66,6 +86,7 @@ MODELS = {
         TOKENS,
     ),
     "gemma3": ("Gemma3", SIGLIP, TEXT, dict(mm_tokens_per_image=9, image_token_index=5)),
+    "gemma4": ("Gemma4", POOLED, TEXT | GLOBAL, dict(image_token_id=5, audio_config=None)),
 }
 GRIDS = np.array([(1, 4, 6), (1, 10, 2), (1, 6, 14), (1, 2, 2)])  # in patches
 N_SQUARE = 3  # images of a tower with one size
@@ -75,10 +96,12 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     """Random values of all parameters, those of norms and biases too."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, value in model.named_parameters():
+        buffers = [(name, value) for name, value in model.named_buffers() if ".std_" in name]
+        for name, value in [*model.named_parameters(), *buffers]:
             noise = torch.randn(value.shape, generator=generator)
-            if "norm" in name or "ln_q" in name:
-                start = 1.0 if value.mean() > 0.5 and name.endswith("weight") else 0.0
+            if "norm" in name or "ln_q" in name or "std_scale" in name:
+                plain = "std_scale" in name or (value.mean() > 0.5 and name.endswith("weight"))
+                start = 1.0 if plain else 0.0
                 value.copy_(start + 0.3 * noise)
             else:
                 n_in = value[0].numel() if value.ndim > 1 else 4
@@ -112,6 +135,21 @@ def square_images(model: torch.nn.Module, rng: np.random.Generator) -> dict[str,
     )
 
 
+def pooled_images(model: torch.nn.Module, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The same of images of several sizes with patches in the order of rows, one at a time."""
+    width, patches, features = 3 * model.config.vision_config.patch_size**2, [], []
+    for _, h, w in GRIDS:
+        places = np.stack(np.divmod(np.arange(h * w), w)[::-1], axis=-1)  # (x, y)
+        patches.append(rng.uniform(size=(h * w, width)).astype(np.float32))
+        inputs = torch.from_numpy(patches[-1])[None], torch.from_numpy(places)[None]
+        features.append(model.model.get_image_features(*inputs).pooler_output[0].numpy())
+    patches, features = np.concatenate(patches), np.concatenate(features)
+    return dict(patches=patches, grids=GRIDS, features=features)
+
+
+WRITERS = {"siglip_vision_model": square_images, "gemma4_vision": pooled_images}
+
+
 def main(target: Path, names: list[str]) -> None:
     """Writes all folders, or those of these names only."""
     for seed, (name, (family, vision, text, more)) in enumerate(MODELS.items()):
@@ -126,8 +164,7 @@ def main(target: Path, names: list[str]) -> None:
         model.save_pretrained(target / name)
         rng = np.random.default_rng(seed)
         with torch.no_grad():
-            write = square_images if hasattr(config.vision_config, "image_size") else packed_images
-            saved = write(model, rng)
+            saved = WRITERS.get(config.vision_config.model_type, packed_images)(model, rng)
         np.savez_compressed(target / name / "golden_tower.npz", **saved)
         print(f"{name}: |feature| up to {np.abs(saved['features']).max():.1f}")
 

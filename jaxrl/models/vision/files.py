@@ -22,8 +22,10 @@ from jaxrl.models.vision.tower import Tower, tower_specs
 from jaxrl.models.vision.towers import TOWERS, folder_tower
 from sharding import Rules
 
+# Parts of an image-and-text model, by the start of their names.
+PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.")
 # Published files and those of several versions of transformers differ in these prefixes.
-PREFIX = re.compile(r"^(model\.)?(?=visual\.|vision_tower\.|multi_modal_projector\.)")
+PREFIX = re.compile(rf"^(model\.)?(?={'|'.join(map(re.escape, PARTS))})")
 INNER = "vision_tower.vision_model."
 # Parameters of the head of SigLIP, whose output no model reads.
 UNUSED = ("vision_tower.head.",)
@@ -86,7 +88,7 @@ def tower_files(folder: Path) -> dict[str, FileTensor]:
 
 def is_of_tower(name: str) -> bool:
     """Whether a tensor of this `common_name` is a parameter of a tower or its projector."""
-    return name.startswith(("visual.", "vision_tower.", "multi_modal_projector."))
+    return name.startswith(PARTS)
 
 
 def tower_tensors(tower: Tower, dtype: DTypeLike | None = None) -> Iterator[Tensor]:

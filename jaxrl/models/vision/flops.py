@@ -15,7 +15,8 @@ def tower_flops(cfg: TowerConfig, grids: Sequence[Grid]) -> float:
     pair of patches that see each other; norms, rotations, positions and padding count nothing.
     """
     n_patches = sum(int(np.prod(grid)) for grid in grids)
-    block = 4 * cfg.D**2 + cfg.ffn.n_matrices * cfg.D * cfg.ffn.F
+    heads = cfg.attn.N * cfg.attn.H
+    block = 4 * cfg.D * heads + cfg.ffn.n_matrices * cfg.D * cfg.ffn.F
     weights = n_patches * (cfg.D * cfg.patch_features + cfg.L * block)
     weights += n_patches // cfg.merge**2 * _projector_weights(cfg) * (1 + len(cfg.deepstack))
     full = sum(map(cfg.sees_image, range(cfg.L)))
@@ -23,7 +24,7 @@ def tower_flops(cfg: TowerConfig, grids: Sequence[Grid]) -> float:
     for grid in grids:
         layout = image_layout(cfg, grid)
         pairs += full * _pairs(layout.frames) + (cfg.L - full) * _pairs(layout.windows)
-    return float(2 * weights + 4 * cfg.D * pairs)
+    return float(2 * weights + 4 * heads * pairs)
 
 
 def _projector_weights(cfg: TowerConfig) -> int:

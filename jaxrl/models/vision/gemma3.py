@@ -9,8 +9,14 @@ from typing import Any
 from jaxrl.models.families import entries
 from jaxrl.models.families.fields import ConfigJson
 from jaxrl.models.files.hf_entries import wrong
-from jaxrl.models.vision.config import MergerConfig, TowerConfig, TowerNames
-from jaxrl.models.vision.qwen3_vl import activation_name, plain_mlp
+from jaxrl.models.vision.config import (
+    ImageAttentionConfig,
+    MergerConfig,
+    NormConfig,
+    TowerConfig,
+    TowerNames,
+)
+from jaxrl.models.vision.qwen3_vl import activation_name, head_size, plain_mlp
 
 DEFAULTS: dict[str, Any] = dict(
     hidden_size=768,
@@ -34,14 +40,13 @@ ENTRIES = entries.Entries(
 TOWER = "vision_tower."
 NAMES = TowerNames(
     patch=f"{TOWER}embeddings.patch_embedding",
-    table=f"{TOWER}embeddings.position_embedding",
+    table=f"{TOWER}embeddings.position_embedding.weight",
     block=f"{TOWER}encoder.layers.",
-    norms=("layer_norm1", "layer_norm2"),
+    norms=("layer_norm1", None, "layer_norm2", None),
     qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     out="self_attn.out_proj",
     final_norm=f"{TOWER}post_layernorm",
     merger="multi_modal_projector.",
-    merger_norm="mm_soft_emb_norm",
 )
 
 
@@ -57,37 +62,44 @@ def from_hf(config: ConfigJson) -> TowerConfig:
             f"an image of {size} pixels, patches of {patch} and mm_tokens_per_image={n} give no "
             "square of tokens with whole patches; use the model's own config.json"
         )
+    D, N, eps = c["hidden_size"], c["num_attention_heads"], float(c["layer_norm_eps"])
     return TowerConfig(
         "gemma3",
         L=c["num_hidden_layers"],
-        D=c["hidden_size"],
-        N=c["num_attention_heads"],
+        D=D,
+        attn=ImageAttentionConfig(N, head_size(D, N)),
         ffn=plain_mlp(c, "fc1", "fc2"),
         out_D=(config.get("text_config") or {}).get("hidden_size", TEXT_WIDTH),
+        patch=patch,
         patch_shape=(c["num_channels"], patch, patch),
         merge=table // side,
-        merger=MergerConfig("mean", ("mm_input_projection_weight",), rms=True, unit_offset=True),
+        merger=MergerConfig(
+            "mean",
+            "mm_soft_emb_norm",
+            ("mm_input_projection_weight",),
+            norm=NormConfig(rms=True, eps=eps, unit_offset=True),
+            transposed=True,
+        ),
         names=NAMES,
-        rows_first=True,
+        norm=NormConfig(eps=eps),
+        positions="fixed",
         table=table,
-        fixed=True,
-        eps=float(c["layer_norm_eps"]),
+        rows_first=True,
     )
 
 
 def to_hf(cfg: TowerConfig) -> dict[str, Any]:
-    channels, patch, _ = cfg.patch_shape
     vision = dict(
         model_type="siglip_vision_model",
         hidden_size=cfg.D,
         intermediate_size=cfg.ffn.F,
         num_hidden_layers=cfg.L,
-        num_attention_heads=cfg.N,
-        num_channels=channels,
-        image_size=cfg.table * patch,
-        patch_size=patch,
+        num_attention_heads=cfg.attn.N,
+        num_channels=cfg.patch_shape[0],
+        image_size=cfg.table * cfg.patch,
+        patch_size=cfg.patch,
         hidden_act=activation_name(cfg),
-        layer_norm_eps=cfg.eps,
+        layer_norm_eps=cfg.norm.eps,
         vision_use_head=False,
     )
     tokens = (cfg.table // cfg.merge) ** 2

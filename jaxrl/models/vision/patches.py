@@ -59,8 +59,8 @@ def n_tokens(cfg: TowerConfig, grid: Grid) -> int:
 
 def example_grid(cfg: TowerConfig, pixels: int) -> Grid:
     """The grid of a square image of about so many pixels on each side, or of the tower's size."""
-    token = cfg.patch_shape[-1] * cfg.merge
-    side = cfg.table if cfg.fixed else max(pixels // token, 1) * cfg.merge
+    token = cfg.patch * cfg.merge
+    side = cfg.table if cfg.positions == "fixed" else max(pixels // token, 1) * cfg.merge
     return 1, side, side
 
 
@@ -72,7 +72,12 @@ def check_grid(cfg: TowerConfig, grid: Grid) -> None:
             f"an image of {sides[0]} x {sides[1]} patches and {frames} frames has no whole tokens "
             f"of {cfg.merge} x {cfg.merge} patches; use the model's own image processor"
         )
-    if cfg.fixed and (frames, *sides) != (1, cfg.table, cfg.table):
+    if cfg.positions == "axes" and max(sides) > cfg.table:
+        raise ValueError(
+            f"an image has {sides[0]} x {sides[1]} patches, and the {cfg.family} tower has learned "
+            f"positions for {cfg.table} rows and columns; use the model's own image processor"
+        )
+    if cfg.positions == "fixed" and (frames, *sides) != (1, cfg.table, cfg.table):
         raise ValueError(
             f"an image has {sides[0]} x {sides[1]} patches and {frames} frames, and the "
             f"{cfg.family} tower takes images of {cfg.table} x {cfg.table} patches; use the "
@@ -113,10 +118,12 @@ def interpolation(
     """(learned positions, their weights) of each patch: the table stretched over the image.
 
     Bilinear, and the corners of the table are the corners of the image. A tower with one size has
-    the position itself.
+    the position itself, and one with two tables the column in the first and the row in the second.
     """
-    if cfg.fixed:
+    if cfg.positions == "fixed":
         return places @ np.array([[cfg.table], [1]]), np.ones((len(places), 1), np.float32)
+    if cfg.positions == "axes":
+        return places[:, ::-1] + np.array([0, cfg.table]), np.ones((len(places), 2), np.float32)
     taps, weights = zip(*(_line(cfg.table, places[:, i], grid[1 + i]) for i in (0, 1)), strict=True)
     both = taps[0][:, :, None] * cfg.table + taps[1][:, None]
     shares = weights[0][:, :, None] * weights[1][:, None]
@@ -145,15 +152,14 @@ def pack_patches(
             f"rows of {n_patches} patches are no whole tokens of {cfg.merge**2} patches each; "
             f"set a multiple of {cfg.merge**2}"
         )
-    k = 1 if cfg.fixed else 4
-    shape, n = (len(rows), n_patches), cfg.merge**2
+    k, shape, n = cfg.n_taps, (len(rows), n_patches), cfg.merge**2
     packed = PatchRows(
         patches=np.zeros((*shape, cfg.patch_features), np.float32),
         segments=np.zeros(shape, np.int32),
         windows=np.zeros(shape, np.int32) if cfg.window else None,
-        places=None if cfg.theta is None else np.zeros((*shape, 2), np.int32),
-        taps=np.zeros((*shape, k), np.int32) if cfg.table else None,
-        weights=np.zeros((*shape, k), np.float32) if cfg.table else None,
+        places=None if cfg.attn.theta is None else np.zeros((*shape, 2), np.int32),
+        taps=np.zeros((*shape, k), np.int32) if k else None,
+        weights=np.zeros((*shape, k), np.float32) if k else None,
         order=np.tile(np.arange(n_patches // n, dtype=np.int32), (len(rows), 1))
         if cfg.window
         else None,
@@ -178,7 +184,7 @@ def _add_image(cfg: TowerConfig, packed: PatchRows, b: int, start: int, image: I
     if end > n_patches:
         raise ValueError(f"the images of a row have {end} patches or more; {n_patches} fit")
     here, n = (b, slice(start, end)), cfg.merge**2
-    packed.patches[here] = image.patches[layout.source]
+    packed.patches[here] = (image.patches[layout.source] - cfg.center) * cfg.gain
     packed.segments[here] = packed.segments[b].max() + layout.frames
     if packed.windows is not None:
         packed.windows[here] = packed.windows[b].max() + layout.windows

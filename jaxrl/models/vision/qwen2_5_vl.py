@@ -9,7 +9,7 @@ from jaxrl.models.config import MLPConfig
 from jaxrl.models.families import entries
 from jaxrl.models.families.fields import ConfigJson, read_activation
 from jaxrl.models.vision import qwen3_vl
-from jaxrl.models.vision.config import MergerConfig, TowerConfig, TowerNames
+from jaxrl.models.vision.config import MergerConfig, NormConfig, TowerConfig, TowerNames
 
 DEFAULTS: dict[str, Any] = dict(
     depth=32,
@@ -33,17 +33,16 @@ ENTRIES = entries.Entries(
     neutral=frozenset({"tokens_per_second", "spatial_patch_size"}),
     neutral_at={"in_chans": (3,)},
 )
+RMS = NormConfig(rms=True)
 PREFIX = "visual."
 NAMES = TowerNames(
     patch=f"{PREFIX}patch_embed.proj",
     table=None,
     block=f"{PREFIX}blocks.",
-    norms=("norm1", "norm2"),
+    norms=qwen3_vl.NORMS,
     qkv=("attn.qkv",),
     out="attn.proj",
-    final_norm=None,
     merger=f"{PREFIX}merger.",
-    merger_norm="ln_q",
 )
 
 
@@ -60,15 +59,15 @@ def from_hf(config: ConfigJson) -> TowerConfig:
         "qwen2_5_vl",
         L=c["depth"],
         D=c["hidden_size"],
-        N=c["num_heads"],
+        attn=qwen3_vl.read_attention(c),
         ffn=MLPConfig(c["intermediate_size"], read_activation(c, "hidden_act"), bias=True),
         out_D=c["out_hidden_size"],
+        patch=c["patch_size"],
         patch_shape=qwen3_vl.image_and_frames(c),
         merge=c["spatial_merge_size"],
-        merger=MergerConfig("mlp", ("mlp.0", "mlp.2"), rms=True),
+        merger=MergerConfig("mlp", "ln_q", ("mlp.0", "mlp.2"), norm=RMS),
         names=NAMES,
-        theta=qwen3_vl.read_theta(c),
-        rms=True,
+        norm=RMS,
         patch_bias=False,
         window=size // token,
         full_layers=tuple(c["fullatt_block_indexes"]),
@@ -76,6 +75,6 @@ def from_hf(config: ConfigJson) -> TowerConfig:
 
 
 def to_hf(cfg: TowerConfig) -> dict[str, Any]:
-    pixels = cfg.window * cfg.merge * cfg.patch_shape[-1]
+    pixels = cfg.window * cfg.merge * cfg.patch
     own = dict(window_size=pixels, fullatt_block_indexes=list(cfg.full_layers))
     return dict(vision_config=qwen3_vl.qwen_json(cfg) | own)

@@ -9,7 +9,8 @@ from typing import Any
 from jaxrl.models.config import MLPConfig
 from jaxrl.models.families import entries
 from jaxrl.models.families.fields import ACTIVATIONS, ConfigJson, read_activation
-from jaxrl.models.vision.config import MergerConfig, TowerConfig, TowerNames
+from jaxrl.models.files.hf_config import ADVICE
+from jaxrl.models.vision.config import ImageAttentionConfig, MergerConfig, TowerConfig, TowerNames
 
 DEFAULTS: dict[str, Any] = dict(
     depth=27,
@@ -33,17 +34,16 @@ ENTRIES = entries.Entries(
     classes=(),
     read=frozenset({*DEFAULTS, "deepstack_visual_indexes", "model_type"}) | ROPE,
 )
+NORMS = ("norm1", None, "norm2", None)
 PREFIX = "model.visual."
 NAMES = TowerNames(
     patch=f"{PREFIX}patch_embed.proj",
-    table=f"{PREFIX}pos_embed",
+    table=f"{PREFIX}pos_embed.weight",
     block=f"{PREFIX}blocks.",
-    norms=("norm1", "norm2"),
+    norms=NORMS,
     qkv=("attn.qkv",),
     out="attn.proj",
-    final_norm=None,
     merger=f"{PREFIX}merger.",
-    merger_norm="norm",
     deepstack=f"{PREFIX}deepstack_merger_list.",
 )
 DEFAULT_THETA = 10_000.0
@@ -71,15 +71,16 @@ def from_hf(config: ConfigJson) -> TowerConfig:
         family,
         L=c["depth"],
         D=c["hidden_size"],
-        N=c["num_heads"],
+        attn=read_attention(c),
         ffn=plain_mlp(c, "linear_fc1", "linear_fc2"),
         out_D=c["out_hidden_size"],
+        patch=c["patch_size"],
         patch_shape=image_and_frames(c),
         merge=c["spatial_merge_size"],
-        merger=MergerConfig("mlp", ("linear_fc1", "linear_fc2")),
+        merger=MergerConfig("mlp", "norm", ("linear_fc1", "linear_fc2")),
         names=NAMES,
+        positions="stretched",
         table=table,
-        theta=read_theta(c),
         deepstack=tuple(deepstack),
     )
 
@@ -95,11 +96,25 @@ def image_and_frames(c: ConfigJson) -> tuple[int, int, int, int]:
     return c["in_channels"], c["temporal_patch_size"], c["patch_size"], c["patch_size"]
 
 
-def read_theta(c: ConfigJson) -> float:
+def read_attention(c: ConfigJson) -> ImageAttentionConfig:
+    """Attention with rotated heads. Raises ValueError if heads do not divide the features."""
+    N = c["num_heads"]
+    return ImageAttentionConfig(N, head_size(c["hidden_size"], N), theta=read_theta(c))
+
+
+def head_size(D: int, N: int) -> int:
+    """Features of a head. Raises ValueError unless the heads divide the features."""
+    if D % N:
+        raise ValueError(f"{D} features do not divide over {N} heads; {ADVICE}")
+    return D // N
+
+
+def read_theta(c: ConfigJson, default: float = DEFAULT_THETA) -> float:
     """The base of the rotation. Raises ValueError for a rotation of another kind."""
     rope = dict(c.get("rope_parameters") or {})
-    theta = rope.pop("rope_theta", c.get("rope_theta", DEFAULT_THETA))
-    if (kind := rope.pop("rope_type", "axial")) != "axial" or rope:
+    theta = rope.pop("rope_theta", c.get("rope_theta", default))
+    kind = rope.pop("rope_type", rope.pop("type", "axial"))
+    if kind not in ("axial", "default") or rope:  # transformers takes "default" as "axial"
         raise ValueError(
             f"rope_parameters of vision_config have the type {kind!r} and the entries "
             f"{sorted(rope)}; only rope_theta and the type 'axial' are supported"
@@ -122,13 +137,13 @@ def qwen_json(cfg: TowerConfig) -> dict[str, Any]:
         hidden_size=cfg.D,
         hidden_act=activation_name(cfg),
         intermediate_size=cfg.ffn.F,
-        num_heads=cfg.N,
+        num_heads=cfg.attn.N,
         in_channels=channels,
         patch_size=patch,
         spatial_merge_size=cfg.merge,
         temporal_patch_size=frames,
         out_hidden_size=cfg.out_D,
-        rope_parameters=dict(rope_type="axial", rope_theta=cfg.theta),
+        rope_parameters=dict(rope_type="axial", rope_theta=cfg.attn.theta),
     )
 
 

@@ -6,11 +6,13 @@ within windows of it, and has no causal mask.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -18,24 +20,30 @@ from jaxtyping import Array, Float, Int
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.attention.segments import attention_in_segments
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.models.layers.attention import prevent_norm_fusion
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
-from jaxrl.models.layers.mlp import ACTIVATIONS, MLP
+from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.norms import LayerNorm, RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotate
 from jaxrl.models.remat import layer_input, loop_remat, recompute
-from jaxrl.models.vision.config import TowerConfig
+from jaxrl.models.vision.config import ImageAttentionConfig, TowerConfig
 from jaxrl.models.vision.patches import PatchRows
+from jaxrl.models.vision.projector import MeanMerger, MLPMerger, image_norm
 from sharding import Rules, gather_matrix
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); of some families, outputs have norms too."""
 
-    def __init__(self, make: MakeParam, cfg: TowerConfig, part: str):
-        options = cfg.options(part)
-        self.attn_norm, self.mlp_norm = (_norm(make, name, cfg, cfg.D) for name in cfg.names.norms)
-        self.attn = ImageAttention(make, cfg, part)
-        self.mlp = MLP(make, options, cfg.ffn)
+    def __init__(self, make: MakeParam, cfg: TowerConfig):
+        def norm(name: str | None) -> RMSNorm | LayerNorm | None:
+            return None if name is None else image_norm(make, name, cfg.D, cfg.norm)
+
+        before, after, before_mlp, after_mlp = cfg.names.norms
+        self.attn_norm, self.post_attn_norm = norm(before), norm(after)
+        self.mlp_norm, self.post_mlp_norm = norm(before_mlp), norm(after_mlp)
+        self.attn = ImageAttention(make, cfg)
+        self.mlp = MLP(make, cfg.options(cfg.names.block), cfg.ffn)
 
     def __call__(
         self,
@@ -44,30 +52,38 @@ class Block(nnx.Module):
         places: Int[Array, "B P 2"] | None,
         rules: Rules,
     ) -> Float[Array, "B P D"]:
-        x = x + self.attn(self.attn_norm(x), segments, places, rules)
-        return x + self.mlp(self.mlp_norm(x), rules)
+        assert self.attn_norm is not None
+        assert self.mlp_norm is not None
+        h = self.attn(self.attn_norm(x), segments, places, rules)
+        x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
+        h = self.mlp(self.mlp_norm(x), rules)
+        return x + (h if self.post_mlp_norm is None else self.post_mlp_norm(h))
 
 
 class ImageAttention(nnx.Module):
     """Multi-head attention within segments; heads are rotated by the row and column of patches."""
 
-    def __init__(self, make: MakeParam, cfg: TowerConfig, part: str):
-        options: Any = dict(bias=True, lora=cfg.options(part).lora)
-        N, H, D = cfg.N, cfg.H, cfg.D
-        self.theta, self.H = cfg.theta, H
+    def __init__(self, make: MakeParam, cfg: TowerConfig):
+        attn, D = cfg.attn, cfg.D
+        options: Any = dict(bias=attn.bias, lora=cfg.options(cfg.names.block).lora)
+        N, H = attn.N, attn.H
         fused = len(cfg.names.qkv) == 1
-        into, axes = (3 * H if fused else H), ("heads", None, "w_embed")
-        if fused:
-            options["blocks"] = (H, H, H)
+        shape, axes = (N, 3 * H if fused else H, D), ("heads", None, "w_embed")
+        blocks = (H, H, H) if fused else ()
+        self.cfg = attn
         self.qkv = nnx.List(
             [
-                Linear(make, name, "BTD,NHD->BTNH", (N, into, D), axes, **options)
+                Linear(make, name, "BTD,NHD->BTNH", shape, axes, blocks=blocks, **options)
                 for name in cfg.names.qkv
             ]
         )
-        options["blocks"] = ()
         axes = ("w_embed", "heads", None)
         self.out = Linear(make, cfg.names.out, "BTNH,DNH->BTD", (D, N, H), axes, **options)
+        q, k = attn.qk_norms or (None, None)
+        normed = attn.qk_norms is not None
+        self.q_norm = image_norm(make, q, H, cfg.norm) if normed else None
+        self.k_norm = image_norm(make, k, H, cfg.norm) if normed else None
+        self.v_norm = image_norm(make, None, H, cfg.norm) if normed else None
 
     def __call__(
         self,
@@ -78,81 +94,37 @@ class ImageAttention(nnx.Module):
     ) -> Float[Array, "B P D"]:
         parts = checkpoint_name(apply_linears(x, *self.qkv, rules=rules), "qkv")
         q, k, v = parts if len(parts) == 3 else jnp.split(parts[0], 3, axis=-1)
-        if self.theta is not None and places is not None:
-            q, k = (rotate_in_plane(one, places, self.theta) for one in (q, k))
-        spec = AttentionSpec(self.H**-0.5, None, rules)
+        if self.q_norm is not None and self.k_norm is not None and self.v_norm is not None:
+            q, k, v = (prevent_norm_fusion(one) for one in (q, k, v))
+            q, k, v = self.q_norm(q), self.k_norm(k), self.v_norm(v)
+        if places is not None:
+            q, k = (rotate_in_plane(one, places, self.cfg) for one in (q, k))
+        spec = AttentionSpec(self.cfg.score_scale, None, rules)
         out = attention_in_segments(q, k, v, spec=spec, segments=segments)
         return checkpoint_name(self.out(out, rules), "o")
 
 
 def rotate_in_plane(
-    x: Float[Array, "B P N H"], places: Int[Array, "B P 2"], theta: float
+    x: Float[Array, "B P N H"], places: Int[Array, "B P 2"], cfg: ImageAttentionConfig
 ) -> Float[Array, "B P N H"]:
-    """Rotates the first half of the feature pairs by the row of a patch, the others by its column.
+    """Rotates half of the feature pairs by the row of a patch, and half of them by its column.
 
-    A pair is (x[i], x[i + H/2]); both halves of the pairs have the frequencies of a head of H/2.
+    A pair is (x[i], x[i + H/2]), and the first half of the pairs have the row. With `by_halves`,
+    the two halves of x are rotated as heads of H/2, the first one by the column.
     """
     *rest, H = x.shape
     half = H // 2
-    inv_freq = 1.0 / theta ** (jnp.arange(0, half, 2, dtype=jnp.float32) / half)
-    row, column = jnp.split(x.reshape(*rest, 2, half), 2, axis=-1)
-    turned = [
-        rotate(pairs.reshape(*rest, half), places[..., axis], Rotation(inv_freq))
-        for axis, pairs in enumerate((row, column))
-    ]
-    parts = [one.reshape(*rest, 2, half // 2) for one in turned]
-    return jnp.concatenate(parts, axis=-1).reshape(x.shape)
-
-
-class Merger(nnx.Module):
-    """The features of merge x merge patches as one token of the decoder (`MergerConfig`).
-
-    The norm is one of each patch, or `joined` one of all patches of a token.
-    """
-
-    def __init__(self, make: MakeParam, cfg: TowerConfig, part: str, *, joined: bool = False):
-        merger, D = cfg.merger, cfg.merged_D
-        self.n, self.joined, self.mean = cfg.merge**2, joined, merger.kind == "mean"
-        name = cfg.names.merger_norm
-        if merger.rms:
-            how = dict(eps=cfg.eps, unit_offset=merger.unit_offset)
-            self.norm = RMSNorm(make, name, cfg.D, **how)
-        else:
-            self.norm = LayerNorm(make, name, D if joined else cfg.D, eps=cfg.eps, bias=True)
-        self.linears, self.w = nnx.List([]), nnx.data(None)
-        if self.mean:
-            shape, axes = (cfg.D, cfg.out_D), (None, "w_embed")
-            self.w = nnx.data(make(merger.names[0], shape, axes))
-            return
-        options: Any = dict(bias=True, lora=cfg.options(part).lora)
-        first, second = merger.names
-        self.linears = nnx.List(
-            [
-                Linear(make, first, "BTD,FD->BTF", (D, D), ("ffw", "w_embed"), **options),
-                Linear(make, second, "BTF,DF->BTD", (cfg.out_D, D), ("w_embed", "ffw"), **options),
-            ]
-        )
-
-    def __call__(self, x: Float[Array, "B P D"], rules: Rules) -> Float[Array, "B F O"]:
-        out = rules.spec("batch", "time", "embed")
-        if self.mean:
-            pooled = self.norm(self._groups(x, rules).astype(jnp.float32).mean(2).astype(x.dtype))
-            w = jax.reshard(self.w, rules.gathered(None, "w_embed"))
-            return jnp.einsum("BTD,DO->BTO", pooled, w, out_sharding=out)
-        x = x if self.joined else self.norm(x)
-        groups = self._groups(x, rules)
-        flat = (*groups.shape[:2], groups.shape[2] * groups.shape[3])
-        x = jnp.reshape(groups, flat, out_sharding=out)
-        x = self.norm(x) if self.joined else x
-        first, second = self.linears
-        return jax.reshard(second(ACTIVATIONS["gelu"](first(x, rules)), rules), out)
-
-    def _groups(self, x: Float[Array, "B P D"], rules: Rules) -> Float[Array, "B F n D"]:
-        """The patches of each token."""
-        B, P, D = x.shape
-        out = rules.spec("batch", "time", None, "embed")
-        x = jax.reshard(x, rules.spec("batch", "time", "embed"))
-        return jnp.reshape(x, (B, P // self.n, self.n, D), out_sharding=out)
+    inv_freq = np.float32(cfg.theta) ** (-np.arange(0, half, 2, dtype=np.float32) / half)
+    row, column = places[..., 0], places[..., 1]
+    if cfg.by_halves:
+        parts, order = jnp.split(x, 2, axis=-1), (column, row)
+    else:
+        pairs = jnp.split(x.reshape(*rest, 2, half), 2, axis=-1)
+        parts, order = [one.reshape(*rest, half) for one in pairs], (row, column)
+    turned = [rotate(one, at, Rotation(inv_freq)) for one, at in zip(parts, order, strict=True)]
+    if not cfg.by_halves:
+        turned = [one.reshape(*rest, 2, half // 2) for one in turned]
+    return jnp.concatenate(turned, axis=-1).reshape(x.shape)
 
 
 class Tower(nnx.Module):
@@ -168,17 +140,21 @@ class Tower(nnx.Module):
         shape, axes = (cfg.D, cfg.patch_features), ("w_embed", None)
         options: Any = dict(bias=cfg.patch_bias)
         self.patch = Linear(patch, names.patch, "BTC,DC->BTD", shape, axes, **options)
-        table = (cfg.table**2, cfg.D)
-        made = top(f"{names.table}.weight", table, (None, "w_embed"), hf_shape=table)
-        self.table = nnx.data(made if cfg.table else None)
+        n, axes = math.prod(cfg.table_shape[:-1]), (None, "w_embed")
+        shape = cfg.table_shape
+        made = names.table and top(names.table, (n, cfg.D), axes, hf_shape=shape)
+        self.table = nnx.data(made)
         self.blocks = nnx.List(
-            [Block(make_spec(_numbered(names.block, i)), cfg, names.block) for i in range(cfg.L)]
+            [Block(make_spec(_numbered(names.block, i)), cfg) for i in range(cfg.L)]
         )
-        self.final_norm = names.final_norm and _norm(top, names.final_norm, cfg, cfg.D)
-        self.merger = Merger(make_spec(names.merger), cfg, names.merger)
+        last = names.final_norm
+        self.final_norm = None if last is None else image_norm(top, last, cfg.D, cfg.norm)
+        merger = MeanMerger if cfg.merger.kind == "mean" else MLPMerger
+        self.merger = merger(make_spec(names.merger), cfg, names.merger)
+        part = names.deepstack
         self.deepstack = nnx.List(
             [
-                Merger(make_spec(_numbered(names.deepstack, i)), cfg, names.deepstack, joined=True)
+                MLPMerger(make_spec(_numbered(part, i)), cfg, part, joined=True)
                 for i in range(len(cfg.deepstack))
             ]
         )
@@ -191,6 +167,7 @@ class Tower(nnx.Module):
         The tokens of a row are those of its images, one after the other; the tokens of padding
         follow. `remat` is config.learner.remat (jaxrl/config/remat.py).
         """
+        rows = jax.tree.map(lambda a: jax.reshard(a, rules.spec("batch", "time")), rows)
         x = self.embed_patches(rows, rules)
         x, outputs = self._run_blocks(x, rows, rules, remat)
         mergers = dict(zip(self.cfg.deepstack, self.deepstack, strict=True))
@@ -236,8 +213,12 @@ class Tower(nnx.Module):
         """Tokens in the order of the decoder's placeholders."""
         if rows.order is None:
             return x
-        whole = jax.reshard(x, rules.spec("batch", None, "embed"))
-        ordered = jnp.take_along_axis(whole, rows.order[..., None], axis=1)
+        whole, by_row = rules.spec("batch", None, "embed"), rules.spec("batch", None)
+        ordered = jax.shard_map(
+            lambda x, order: jnp.take_along_axis(x, order[..., None], axis=1),
+            in_specs=(whole, by_row),
+            out_specs=whole,
+        )(jax.reshard(x, whole), jax.reshard(rows.order, by_row))
         return jax.reshard(ordered, rules.spec("batch", "time", "embed"))
 
 
@@ -246,19 +227,13 @@ def _numbered(name: str, i: int) -> str:
     return f"{name}{i}."
 
 
-def _norm(make: MakeParam, name: str, cfg: TowerConfig, dim: int) -> RMSNorm | LayerNorm:
-    if cfg.rms:
-        return RMSNorm(make, name, dim, eps=cfg.eps, unit_offset=False)
-    return LayerNorm(make, name, dim, eps=cfg.eps, bias=True)
-
-
 def in_file_shape(make: MakeParam, name: str, hf_shape: tuple[int, ...]) -> MakeParam:
     """`make`, which gives the parameter of this name another shape in files."""
 
     def make_part(part, shape, axes, **options) -> Any:
-        return make(
-            part, shape, axes, **options | (dict(hf_shape=hf_shape) if part == name else {})
-        )
+        if part == name:
+            options["hf_shape"] = hf_shape
+        return make(part, shape, axes, **options)
 
     return make_part
 

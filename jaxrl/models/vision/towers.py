@@ -8,15 +8,16 @@ from jaxrl.json_text import read_object, shown
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_config import ADVICE, config_path
 from jaxrl.models.files.hf_entries import is_list_of, is_number, wrong
-from jaxrl.models.vision import gemma3, qwen2_5_vl, qwen3_vl
+from jaxrl.models.vision import gemma3, gemma4, qwen2_5_vl, qwen3_vl
 from jaxrl.models.vision.config import TowerConfig
 
 # `model_type` of an image-and-text model -> the module that reads its vision_config.
 TOWERS = dict.fromkeys(qwen3_vl.FAMILIES, qwen3_vl) | {
     "qwen2_5_vl": qwen2_5_vl,
     "gemma3": gemma3,
+    "gemma4": gemma4,
 }
-MAX_SIZE = 2**24  # of an entry; a damaged file must not cost memory
+MAX_SIZE, MAX_LAYERS = 2**24, 1000  # a damaged file must not cost memory
 
 
 def folder_tower(folder: str | Path) -> TowerConfig | None:
@@ -79,9 +80,10 @@ def check_types(vision: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
 def check_sizes(cfg: TowerConfig) -> None:
     """Raises ValueError if the sizes of a tower contradict each other."""
     errors = []
-    parts = 4 if cfg.theta is not None else 1  # pairs of features of each axis
-    if cfg.D % cfg.N or cfg.H % parts:
-        errors.append(f"{cfg.D} features in {cfg.N} heads are no multiples of {parts} each")
+    if cfg.attn.theta is not None and cfg.attn.H % 4:
+        errors.append(f"heads of {cfg.attn.H} features have no equal pairs for rows and columns")
+    if cfg.L > MAX_LAYERS:
+        errors.append(f"{cfg.L} blocks are more than {MAX_LAYERS}")
     if len({i for i in cfg.deepstack if 0 <= i < cfg.L}) < len(cfg.deepstack):
         errors.append(f"deepstack reads the blocks {list(cfg.deepstack)} of {cfg.L}")
     if errors:

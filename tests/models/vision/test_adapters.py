@@ -45,6 +45,16 @@ def test_names_of_the_language_model_choose_no_layer_of_the_tower(targets):
     assert lora("gemma3", *targets)[1] is None
 
 
+def test_layers_within_layers_have_two_names():
+    cfg, chosen = lora("gemma4", r"vision_tower\..*\.mlp\..*", "embed_vision.*")
+    assert chosen is not None
+    assert len(chosen.targets) == 4
+    with_lora = dataclasses.replace(cfg, lora=chosen)
+    block = with_lora.options("model.vision_tower.encoder.layers.").lora
+    assert block is not None
+    assert block.targets == ("gate_proj.linear", "up_proj.linear", "down_proj.linear")
+
+
 def test_the_projector_alone_is_chosen_by_its_name():
     cfg, chosen = lora("qwen3_vl", r"visual\.merger\..*")
     assert chosen is not None

@@ -22,7 +22,8 @@ def wide_tower(name: str, **changes):
     """The golden tower with products that are far larger than the operations between them."""
     cfg = folder_tower(GOLDEN / name)
     assert cfg is not None
-    sizes = dict(D=128, N=4, table=cfg.table and SIDE, window=0, **changes)
+    attn = dataclasses.replace(cfg.attn, N=4, H=32)
+    sizes = dict(D=128, attn=attn, table=cfg.table and SIDE, window=0, **changes)
     return dataclasses.replace(cfg, ffn=dataclasses.replace(cfg.ffn, F=256), **sizes)
 
 

@@ -70,6 +70,16 @@ def test_the_table_is_stretched_from_corner_to_corner():
     assert one[0, 0] == 0
 
 
+def test_rows_and_columns_have_separate_positions_and_pixels_another_range():
+    """The column is one of the first 20 positions, the row one of the second 20."""
+    cfg = tower("gemma4")
+    rows = pack_patches(cfg, [[image(cfg, (1, 2, 4), 0.75)]], 12)
+    assert rows.taps[0, :4].tolist() == [[0, 20], [1, 20], [0, 21], [1, 21]]
+    assert rows.weights[0].tolist() == [[1, 1]] * 8 + [[0, 0]] * 4
+    assert set(rows.patches[0, :8].flatten()) == {0.5}  # (0.75 - 0.5) 2
+    assert not rows.patches[0, 8:].any()
+
+
 def test_images_of_a_row_have_their_own_segments_and_windows():
     cfg = tower("qwen2_5_vl")  # 2 x 2 tokens in a window
     rows = pack_patches(cfg, [[image(cfg, (1, 2, 2)), image(cfg, (1, 6, 2), 2.0)], []], 24)
@@ -92,6 +102,7 @@ def test_an_image_is_as_many_tokens_as_squares_of_patches():
         ("qwen3_vl", (1, 3, 4), (12, 24), "3 x 4 patches and 1 frames has no whole tokens"),
         ("qwen3_vl", (1, 0, 4), (0, 24), "no whole tokens"),
         ("gemma3", (1, 4, 6), (24, 12), "takes images of 6 x 6 patches"),
+        ("gemma4", (1, 2, 22), (44, 12), "learned positions for 20 rows and columns"),
         ("qwen3_vl", (1, 2, 2), (4, 12), r"has patches \[4, 12\], expected \[4, 24\]"),
         ("qwen3_vl", (1, 2, 2), (3, 24), r"has patches \[3, 24\], expected \[4, 24\]"),
         ("qwen3_vl", (1, 4, 6), (24, 24), "have 24 patches or more; 16 fit"),
