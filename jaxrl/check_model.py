@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import itertools
+import math
 import sys
 import tempfile
 import zipfile
@@ -47,6 +48,12 @@ from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import count_params
 from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
+from jaxrl.models.vision.checks import changed_by_export, feature_difference, read_golden
+from jaxrl.models.vision.files import load_tower
+from jaxrl.models.vision.flops import tower_activation_bytes, tower_flops
+from jaxrl.models.vision.patches import example_grid, n_tokens
+from jaxrl.models.vision.tower import tower_specs
+from jaxrl.models.vision.towers import folder_tower
 from jaxrl.runtime.backend import open_backend
 from sharding import DECODE, TRAIN, make_mesh
 
@@ -63,6 +70,7 @@ PAGE_LEN = 64
 PROMPT_LENS = (5, 58, 90)  # the second response and the third prompt cross the end of a page
 RESPONSE_LEN = 12
 MAX_LEN = 128  # of the rows that are scored; at least the longest prompt with its response
+IMAGE_SIDE = 448  # pixels of the image whose cost is shown, for a tower of any size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +115,7 @@ def check_rows(path: str, seed: int) -> Iterator[CheckRow]:
     folder = resolve_model(path)
     heads = ("score",) if SCORE in find_tensors(folder) else ("vocab",)
     yield from facts(folder, dataclasses.replace(folder_config(folder), heads=heads))
+    yield from tower_rows(folder)
     cfg, params = load_model(folder, rules=TRAIN, heads=heads)
     model = LoadedModel(folder, cfg, params)
     yield check_golden(model)
@@ -127,6 +136,31 @@ def facts(folder: Path, cfg: DecoderConfig) -> Iterator[CheckRow]:
         yield CheckRow("skipped", f"{parts}; an export does not have them")
     config = without_scheme(parse_json(config_path(folder).read_text()))
     yield CheckRow("config.json", entries_text(config, cfg))
+
+
+def tower_rows(folder: Path) -> Iterator[CheckRow]:
+    """The rows on a vision tower, of a folder with one of a known kind."""
+    if folder_tower(folder) is None:
+        return
+    cfg, tower = load_tower(folder, rules=TRAIN)
+    grid, n = example_grid(cfg, IMAGE_SIDE), count_params(tower_specs(cfg))
+    kept = tower_activation_bytes(cfg, math.prod(grid), 2, "full")
+    yield CheckRow(
+        "tower",
+        f"{cfg.L} blocks, {n:,} parameters; an image of {grid[1]} x {grid[2]} patches: "
+        f"{n_tokens(cfg, grid)} tokens, {tower_flops(cfg, [grid]) / 1e9:,.3g} GFLOPs, "
+        f"{kept / 1e6:,.3g} MB of activations in bfloat16 with remat full",
+    )
+    if (golden := read_golden(folder)) is None:
+        text = "not checked: the folder has no golden_tower.npz (scripts/make_golden_towers.py)"
+        yield CheckRow("features", text)
+    else:
+        worst = feature_difference(cfg, tower, golden)
+        text = f"largest difference from transformers {worst:.1e} ({ALLOWED} allowed)"
+        yield CheckRow("features", text, worst <= TOLERANCE)
+    changed = changed_by_export(folder, cfg, tower)
+    shown = f"would change {', '.join(changed[:4])}" if changed else "all equal bit for bit"
+    yield CheckRow("tensors", f"of the tower in an export: {shown}", not changed)
 
 
 def layers_text(cfg: DecoderConfig) -> str:

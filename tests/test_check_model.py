@@ -128,3 +128,21 @@ def test_a_golden_file_of_another_shape_fails(one_device, tmp_path):
     )
     row = check_model.check_golden(model)
     assert row.passed is False and "(1, 3, 7), the model (1, 3, 256)" in row.text
+
+
+def test_a_model_without_a_tower_has_no_rows_of_one():
+    assert list(check_model.tower_rows(GOLDEN / "llama")) == []
+
+
+@pytest.mark.thorough
+def test_a_tower_that_differs_from_its_golden_file_fails(tmp_path, one_device):
+    source = Path(__file__).parent / "models" / "vision" / "golden" / "gemma3"
+    tower, features, tensors = check_model.tower_rows(source)
+    assert "an image of 6 x 6 patches: 9 tokens" in tower.text
+    assert (features.passed, tensors.passed) == (True, True)
+    folder = copy_of(source, tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    name = "vision_tower.post_layernorm.bias"
+    save_file(stored | {name: stored[name] + 1}, folder / "model.safetensors")
+    _, features, tensors = check_model.tower_rows(folder)
+    assert (features.passed, tensors.passed) == (False, True)

@@ -22,6 +22,10 @@ ALLOWED = {  # file -> (names, who uses them); "*" stands for all names
     ),
     "jaxrl/kernels/logprob/reference.py": ("logprob_reference", REFERENCE),
     "jaxrl/kernels/quantized_matmul.py": ("quantized_matmul_reference", REFERENCE),
+    "jaxrl/models/vision/adapters.py": (
+        "tower_adapters add_tower_adapters",
+        "runs with images will call them; training is not connected yet",
+    ),
     "jaxrl/report/watch.py": (
         "do_GET log_message process_request process_request_thread handle_error",
         "http.server and socketserver call them",

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrl.models.decoder import Decoder
 from jaxrl.models.layers.linear import Adapter, Linear
 from jaxrl.models.layers.moe import AXES, MoE
 from jaxrl.models.layers.stored import QUANTIZED, Axes, Stored, dense, gather_stored
@@ -19,7 +18,7 @@ from sharding import Rules
 ITERATIONS, OVERSAMPLING = 8, 8  # of the subspace iteration
 
 
-def with_magnitudes(model: Decoder, rules: Rules) -> Decoder:
+def with_magnitudes[Model: nnx.Module](model: Model, rules: Rules) -> Model:
     """The model with the norm of each output's weights as the magnitude of its adapter."""
 
     def change(w: Stored, adapter: Adapter) -> None:
@@ -28,7 +27,7 @@ def with_magnitudes(model: Decoder, rules: Rules) -> Decoder:
     return _map_adapters(change, model, rules)
 
 
-def with_start(model: Decoder, rules: Rules) -> Decoder:
+def with_start[Model: nnx.Module](model: Model, rules: Rules) -> Model:
     """The model whose adapters start at the principal part of their weights (PiSSA)."""
 
     def change(w: Stored, adapter: Adapter) -> None:
@@ -57,9 +56,9 @@ def principal(w: Float[Array, "O I"], rank: int) -> tuple[Float[Array, "R I"], F
     return root[:, None] * (vt[:rank] @ q.T), u[:, :rank] * root
 
 
-def _map_adapters(
-    change: Callable[[Stored, Adapter], None], model: Decoder, rules: Rules
-) -> Decoder:
+def _map_adapters[Model: nnx.Module](
+    change: Callable[[Stored, Adapter], None], model: Model, rules: Rules
+) -> Model:
     """The model after change(w, adapter) of a copy of every adapter."""
 
     def changed(node: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -53,14 +53,30 @@ class LoRA:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
+@runtime_checkable
+class LinearOptions(Protocol):
+    """What linear layers of the model dimension take from the config of a model."""
+
+    @property
+    def D(self) -> int: ...
+
+    @property
+    def lora(self) -> LoRA | None: ...
+
+    @property
+    def base_dtype(self) -> str: ...
+
+
 def target_name(layer: str) -> str:
     """The name by which adapters choose a layer: its last part, and two of a shared expert.
 
     So "gate_proj" is one of the experts, or of a dense layer, and "shared_expert.gate_proj" is not.
-    Experts next to an MLP are not part of it, and have two parts too: "experts.gate_proj".
+    Experts next to an MLP are not part of it, and have two parts too: "experts.gate_proj". So have
+    the layers of Gemma 4's tower: "q_proj.linear".
     """
     parts = layer.split(".")
     two = {"shared_expert", "shared_experts"} & set(parts) or parts[0] == "experts"
+    two = two or parts[-1] == "linear"
     return ".".join(parts[-2 if two else -1 :])
 
 

@@ -51,9 +51,22 @@ def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
             f"config.lora.exclude_modules={cfg.exclude_modules} leaves no layer of "
             f"config.lora.target_modules={cfg.target_modules}; exclude fewer"
         )
+    check_rank(cfg, {name: sizes[name] for name in names})
+    targets = tuple(dict.fromkeys(map(target_name, names)))
+    check_shared_names(names, sizes)
+    return new_lora(cfg, targets)
+
+
+def new_lora(cfg: LoRAConfig, targets: tuple[str, ...]) -> LoRA:
     pissa = cfg.init == "pissa"
+    return LoRA(cfg.rank, cfg.alpha, cfg.rslora, cfg.dora, targets, pissa=pissa)
+
+
+def check_rank(cfg: LoRAConfig, sizes: dict[str, tuple[int, int]]) -> None:
+    """Raises ValueError for a rank above that of a layer, by its (out, in)."""
     # Adapters of one output may have any rank, as in PEFT, if they start at random values.
-    limits = {name: min(sizes[name]) for name in names if pissa or min(sizes[name]) > 1}
+    pissa = cfg.init == "pissa"
+    limits = {name: min(size) for name, size in sizes.items() if pissa or min(size) > 1}
     smallest = min(limits, key=limits.__getitem__, default="")
     if cfg.rank > limits.get(smallest, cfg.rank):
         out, into = sizes[smallest]
@@ -61,9 +74,6 @@ def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
             f"config.lora.rank={cfg.rank} is above the rank of {smallest} [{out}, {into}]; set at "
             f"most {min(out, into)}, or exclude this layer"
         )
-    targets = tuple(dict.fromkeys(map(target_name, names)))
-    check_shared_names(names, sizes)
-    return LoRA(cfg.rank, cfg.alpha, cfg.rslora, cfg.dora, targets, pissa=pissa)
 
 
 def check_shared_names(chosen: Collection[str], every: Collection[str]) -> None:
@@ -153,8 +163,15 @@ def add_adapters(
     A magnitude (DoRA) is the norm of its weights. With `lora.pissa`, A and B start at the principal
     part of the weights, which their start takes off again.
     """
-    key, leaves = jax.random.key(seed), dict(jax.tree_util.tree_leaves_with_path(base))
     specs = decoder_specs(dataclasses.replace(base.cfg, lora=lora))
+    return with_new_parts(base, specs, lora, seed=seed, rules=rules, dtype=dtype)
+
+
+def with_new_parts(
+    base: Tree, specs: Tree, lora: LoRA, *, seed: int, rules: Rules, dtype: DTypeLike
+) -> Tree:
+    """`add_adapters` for a model with the specs that it has with adapters."""
+    key, leaves = jax.random.key(seed), dict(jax.tree_util.tree_leaves_with_path(base))
 
     def leaf(path, spec: ParamSpec) -> jax.Array:
         return leaves[path] if path in leaves else init_params(key, spec, rules, dtype)

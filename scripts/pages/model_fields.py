@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from jaxrl.models.families.entries import NEUTRAL, NEUTRAL_AT, Entries
 from jaxrl.models.families.gemma3 import IMAGE_ENTRIES
 from jaxrl.models.files.hf_config import FAMILIES
+from jaxrl.models.vision.towers import TOWERS
 
 INTRODUCTION = """\
 # Fields of model configs
@@ -49,6 +50,11 @@ def markdown() -> str:
     parts += ["\n## Neutral at one value, refused at others\n\n| field | value |\n|---|---|\n"]
     parts += [row(f"`{name}`", values(known)) for name, known in NEUTRAL_AT.items()]
     parts += ["\n`attention_bias` and `mlp_bias` are read in the families that list them above.\n"]
+    parts += ["\n## `vision_config`, of the [tower](models.md#vision-towers)\n\n"]
+    parts += ["| `model_type` of the model | read | neutral |\n|---|---|---|\n"]
+    for module in dict.fromkeys(TOWERS.values()):
+        types = (name for name, one in TOWERS.items() if one is module)
+        parts += [row(names(types), names(module.ENTRIES.read), one_family(module.ENTRIES))]
     return "".join(parts)
 
 

@@ -100,12 +100,20 @@ def attention_blockwise(
 def _local_attention(
     spec: AttentionSpec, query_block: int, q, k, v, segments, window, visibility, sinks
 ):
-    B, T, N, H = q.shape
-    G = N // k.shape[2]
+    T = q.shape[1]
     block = min(query_block, T + -T % BLOCK)
     visibility = visibility or separate_segments(segments)
-    queries = in_blocks(Queries.of(segments, visibility, window), block, copies=G)
-    mask = Mask.of(queries, visibility)
+    queries = Queries.of(segments, visibility, window)
+    return attend_blocks(spec, block, q, k, v, queries, visibility, sinks)
+
+
+def attend_blocks(
+    spec: AttentionSpec, block: int, q, k, v, queries: Queries, keys: Visibility, sinks
+):
+    """Attention of whole rows [B, T, N, H] to [B, T, K, H], in blocks of queries."""
+    B, T, N, H = q.shape
+    G = N // k.shape[2]
+    mask = Mask.of(in_blocks(queries, block, copies=G), keys)
     sinks = row_sinks(sinks, N // G, block)
     out = _flash(spec, query_rows(q, G, block), key_rows(k), _value_rows(v), mask, sinks)
     return from_query_rows(out, B, G, block)[:, :T, :, :H].astype(q.dtype)

@@ -32,6 +32,7 @@ from jaxrl.models.files.weight_files import find_tensors, kept_tensors
 from jaxrl.models.layers.router import CORRECTION
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
 from jaxrl.models.spec import hf_names, is_spec
+from jaxrl.types import Tree
 from sharding import hosts
 
 SHARD_BYTES = 5_000_000_000  # largest weight file, as on the hub
@@ -207,9 +208,13 @@ def merge_tensors(
 def stored_tensors(params: Decoder) -> Iterator[Tensor]:
     """The parameters as they are, those of adapters too; quantized ones in the dtype of scales."""
     plain = decoder_specs(dataclasses.replace(params.cfg, base_dtype=""))
-    specs = jax.tree.leaves(plain, is_leaf=is_spec)
+    return named_tensors(plain, params)
+
+
+def named_tensors(specs: Tree, params: Tree) -> Iterator[Tensor]:
+    """The arrays of a tree by the names of its specs, in the shapes of files."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QUANTIZED))
-    for spec, leaf in zip(specs, leaves, strict=True):
+    for spec, leaf in zip(jax.tree.leaves(specs, is_leaf=is_spec), leaves, strict=True):
         dtype = np.dtype(leaf.scale.dtype if isinstance(leaf, QUANTIZED) else leaf.dtype)
         for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
 

@@ -10,7 +10,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxrl.models.config import MLP_NAMES, ClampedGLU, DecoderConfig, MLPConfig, MoEConfig
+from jaxrl.models.config import (
+    MLP_NAMES,
+    ClampedGLU,
+    DecoderConfig,
+    LinearOptions,
+    MLPConfig,
+    MoEConfig,
+)
 from jaxrl.models.layers.chunks import (
     apply_to_chunks,
     join_positions,
@@ -64,7 +71,7 @@ class MLP(nnx.Module):
     as many of both.
     """
 
-    def __init__(self, make: MakeParam, cfg: DecoderConfig, ffn: MLPConfig):
+    def __init__(self, make: MakeParam, cfg: LinearOptions, ffn: MLPConfig):
         options: Any = dict(bias=ffn.bias, lora=cfg.lora, base_dtype=cfg.base_dtype)
 
         def up(name: str) -> Linear:

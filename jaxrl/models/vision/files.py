@@ -1,0 +1,100 @@
+"""Vision towers in Hugging Face folders: reading, and their tensors for an export."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+
+from jaxrl.models.files.hf_load import read_param
+from jaxrl.models.files.hf_save import merge_tensors, named_tensors
+from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor
+from jaxrl.models.files.safetensors import FLOATS, Tensor
+from jaxrl.models.files.tensor_shapes import mismatches
+from jaxrl.models.files.weight_files import add_once, all_tensors
+from jaxrl.models.spec import hf_names, is_spec, map_specs
+from jaxrl.models.vision.config import TowerConfig
+from jaxrl.models.vision.tower import Tower, tower_specs
+from jaxrl.models.vision.towers import TOWERS, folder_tower
+from sharding import Rules
+
+# Parts of an image-and-text model, by the start of their names.
+PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.")
+# Published files and those of several versions of transformers differ in these prefixes.
+PREFIX = re.compile(rf"^(model\.)?(?={'|'.join(map(re.escape, PARTS))})")
+INNER = "vision_tower.vision_model."
+# Parameters of the head of SigLIP, whose output no model reads.
+UNUSED = ("vision_tower.head.",)
+
+
+def load_tower(
+    folder: Path, *, rules: Rules, dtype: DTypeLike = jnp.float32
+) -> tuple[TowerConfig, Tower]:
+    """The tower of a model folder on the current mesh, each tensor directly on its devices.
+
+    Raises ValueError, listing the names, for missing, unexpected or misshaped tensors, and for a
+    model without a tower.
+    """
+    cfg = folder_tower(folder)
+    if cfg is None:
+        raise ValueError(
+            f"{folder} has no vision tower of a known kind; model types with one: "
+            f"{', '.join(TOWERS)}"
+        )
+    specs, tensors, mesh = tower_specs(cfg), tower_files(folder), jax.sharding.get_mesh()
+    expected = {n: s.hf_shape for s in jax.tree.leaves(specs, is_leaf=is_spec) for n in hf_names(s)}
+    found = {name: tensors[common_name(name)] for name in expected if common_name(name) in tensors}
+    shapes = {name: info.shape for name, info in found.items()}
+    known = set(map(common_name, expected))
+    shapes |= {name: info.shape for name, info in tensors.items() if name not in known}
+    if lines := mismatches(expected, shapes):
+        raise ValueError(
+            f"the tower's tensors in {folder} do not match its vision_config ({cfg.family}):\n"
+            f"{lines}\nuse the configuration that belongs to these weights"
+        )
+
+    def load(spec) -> jax.Array:
+        sharding = NamedSharding(mesh, rules.spec(*spec.axes))
+        return read_param(spec, [found[name] for name in hf_names(spec)], sharding, dtype)
+
+    return cfg, map_specs(load, specs)
+
+
+def common_name(name: str) -> str:
+    """A tensor's name without the prefixes in which files differ."""
+    name = PREFIX.sub("", name)
+    return name.replace(INNER, "vision_tower.", 1) if name.startswith(INNER) else name
+
+
+def tower_files(folder: Path) -> dict[str, FileTensor]:
+    """The tensors of a tower and its projector in a folder's files, by `common_name`."""
+    tensors: dict[str, FileTensor] = {}
+    for stored, info in all_tensors(folder):
+        name = common_name(stored)
+        if not is_of_tower(name) or name.startswith(UNUSED):
+            continue
+        if isinstance(info, QuantizedTensor) or info.dtype not in FLOATS:
+            raise ValueError(
+                f"{info.path} stores {stored} as {info.dtype}; a vision tower that is quantized is "
+                "not supported: use a checkpoint whose tower is not"
+            )
+        add_once(tensors, name, info)
+    return tensors
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor of this `common_name` is a parameter of a tower or its projector."""
+    return name.startswith(PARTS)
+
+
+def tower_tensors(tower: Tower, dtype: DTypeLike | None = None) -> Iterator[Tensor]:
+    """The tower's parameters under their names in files; adapters are merged into their weights.
+
+    `dtype` None keeps the parameters' dtypes.
+    """
+    tensors = {tensor.name: tensor for tensor in named_tensors(tower_specs(tower.cfg), tower)}
+    return merge_tensors(tensors, tower.cfg.lora, None if dtype is None else np.dtype(dtype))

@@ -1,0 +1,95 @@
+"""The vision tower of a Hugging Face folder's config.json."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrl.json_text import read_object, shown
+from jaxrl.models.families.entries import check_known
+from jaxrl.models.files.hf_config import ADVICE, config_path
+from jaxrl.models.files.hf_entries import is_list_of, is_number, wrong
+from jaxrl.models.vision import gemma3, gemma4, qwen2_5_vl, qwen3_vl
+from jaxrl.models.vision.config import TowerConfig
+
+# `model_type` of an image-and-text model -> the module that reads its vision_config.
+TOWERS = dict.fromkeys(qwen3_vl.FAMILIES, qwen3_vl) | {
+    "qwen2_5_vl": qwen2_5_vl,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+}
+MAX_SIZE, MAX_LAYERS = 2**24, 1000  # a damaged file must not cost memory
+
+
+def folder_tower(folder: str | Path) -> TowerConfig | None:
+    """The tower of a model folder; None for a model without one, or with an unknown one.
+
+    Raises ValueError, with the file's name, for entries that are not understood.
+    """
+    path = config_path(folder)
+    config = read_object(path, ADVICE)
+    if not config.get("vision_config") or config.get("model_type") not in TOWERS:
+        return None
+    try:
+        return tower_from_hf(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def tower_from_hf(config: Mapping[str, Any]) -> TowerConfig:
+    """The tower that a config.json describes.
+
+    Raises ValueError for model types without a known tower, and for entries that may change the
+    numbers and are not read.
+    """
+    model_type, vision = str(config.get("model_type")), config["vision_config"]
+    if model_type not in TOWERS:
+        raise ValueError(
+            f"the vision tower of model_type {model_type!r} is not known; known: "
+            f"{', '.join(TOWERS)}"
+        )
+    module = TOWERS[model_type]
+    if not isinstance(vision, dict):
+        raise ValueError(f"vision_config is {shown(vision)}, expected an object; {ADVICE}")
+    if (found := vision.get("model_type", module.VISION_TYPES[0])) not in module.VISION_TYPES:
+        known = " or ".join(module.VISION_TYPES)
+        raise ValueError(f"model_type of vision_config is {found!r}; {known} is supported")
+    check_known({k: v for k, v in vision.items() if k != "architectures"}, module.ENTRIES, found)
+    check_types(vision, module.DEFAULTS)
+    cfg = module.from_hf(config)
+    check_sizes(cfg)
+    return cfg
+
+
+def check_types(vision: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first entry of another type than its default, or a size of none."""
+    for name, default in defaults.items():
+        value = vision.get(name, default)
+        if isinstance(default, int) and (type(value) is not int or not 0 < value <= MAX_SIZE):
+            raise wrong(name, value, f"an integer from 1 to {MAX_SIZE}")
+        if isinstance(default, float) and not is_number(value):
+            raise wrong(name, value, "a number")
+        if isinstance(default, str) and not isinstance(value, str):
+            raise wrong(name, value, "a string")
+    for name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+        if not is_list_of(int, vision.get(name, [])):
+            raise wrong(name, vision[name], "a list of integers")
+    if not isinstance(rope := vision.get("rope_parameters") or {}, dict):
+        raise wrong("rope_parameters", rope, "an object")
+
+
+def check_sizes(cfg: TowerConfig) -> None:
+    """Raises ValueError if the sizes of a tower contradict each other."""
+    errors = []
+    if cfg.attn.theta is not None and cfg.attn.H % 4:
+        errors.append(f"heads of {cfg.attn.H} features have no equal pairs for rows and columns")
+    if cfg.L > MAX_LAYERS:
+        errors.append(f"{cfg.L} blocks are more than {MAX_LAYERS}")
+    if len({i for i in cfg.deepstack if 0 <= i < cfg.L}) < len(cfg.deepstack):
+        errors.append(f"deepstack reads the blocks {list(cfg.deepstack)} of {cfg.L}")
+    if errors:
+        raise ValueError(f"vision_config: {'; '.join(errors)}; {ADVICE}")
+
+
+def tower_to_hf(cfg: TowerConfig) -> dict[str, Any]:
+    """The entries of config.json from which `tower_from_hf` reads `cfg`, except adapters."""
+    return dict(model_type=cfg.family) | TOWERS[cfg.family].to_hf(cfg)
