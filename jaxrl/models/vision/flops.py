@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.models.vision.config import TowerConfig
-from jaxrl.models.vision.patches import Grid, image_layout
+from jaxrl.models.vision.patches import image_layout
+from jaxrl.types import Grid
 
 
 def tower_flops(cfg: TowerConfig, grids: Sequence[Grid]) -> float:
