@@ -18,6 +18,7 @@ from jaxrl.json_text import Message
 Tree = Any  # a pytree of arrays, specs, shardings, ...
 Array = Any  # in a pytree dataclass: jax.Array, np.ndarray on the host, or a result of tree_map
 Decode = Callable[[np.ndarray], str]  # of tokens, with special tokens
+Grid = tuple[int, int, int]  # of an image: frames, rows and columns of patches
 
 
 @dataclasses.dataclass(frozen=True)

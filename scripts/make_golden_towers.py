@@ -10,6 +10,7 @@ torch is not a dependency of the project; run this in the environment of scripts
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  only in that environment
@@ -164,7 +165,7 @@ def main(target: Path, names: list[str]) -> None:
         model.save_pretrained(target / name)
         rng = np.random.default_rng(seed)
         with torch.no_grad():
-            saved = WRITERS.get(config.vision_config.model_type, packed_images)(model, rng)
+            saved: Any = WRITERS.get(config.vision_config.model_type, packed_images)(model, rng)
         np.savez_compressed(target / name / "golden_tower.npz", **saved)
         print(f"{name}: |feature| up to {np.abs(saved['features']).max():.1f}")
 

@@ -1,6 +1,7 @@
 """Tests of jaxrl/check_model.py and jaxrl/config/arguments/check_model.py."""
 
 import argparse
+import json
 import shutil
 import typing
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.engine.engine_cases import FAMILIES, HYBRID
 
 GOLDEN = Path(__file__).parent / "models" / "golden"
 SCORES = Path(__file__).parent / "models" / "golden_scores"
+TOWERS = Path(__file__).parent / "models" / "vision" / "golden"
 
 
 def rows_of(folder: Path) -> dict[str, check_model.CheckRow]:
@@ -134,9 +136,20 @@ def test_a_model_without_a_tower_has_no_rows_of_one():
     assert list(check_model.tower_rows(GOLDEN / "llama")) == []
 
 
+def test_a_tower_that_is_refused_is_not_checked(tmp_path):
+    folder = copy_of(TOWERS / "gemma4", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["use_clipped_linears"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    (row,) = check_model.tower_rows(folder)
+    assert row.passed is None
+    assert "not checked: " in row.text
+    assert "use_clipped_linears is True" in row.text
+
+
 @pytest.mark.thorough
 def test_a_tower_that_differs_from_its_golden_file_fails(tmp_path, one_device):
-    source = Path(__file__).parent / "models" / "vision" / "golden" / "gemma3"
+    source = TOWERS / "gemma3"
     tower, features, tensors = check_model.tower_rows(source)
     assert "an image of 6 x 6 patches: 9 tokens" in tower.text
     assert (features.passed, tensors.passed) == (True, True)

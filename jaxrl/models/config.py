@@ -55,7 +55,7 @@ class LoRA:
 
 @runtime_checkable
 class LinearOptions(Protocol):
-    """What linear layers of the model dimension take from the config of a model."""
+    """The entries of a model's config that linear layers of the model dimension take."""
 
     @property
     def D(self) -> int: ...

@@ -29,8 +29,8 @@ def linear_layers(cfg: TowerConfig) -> dict[str, tuple[int, int]]:
 
     def add(module: Any) -> None:
         if isinstance(module, Linear):
-            name = module.w.hf.removesuffix(".weight")
-            found[BLOCK.sub(".", name)] = module.w.hf_shape
+            spec: Any = module.w
+            found[BLOCK.sub(".", spec.hf.removesuffix(".weight"))] = spec.hf_shape
 
     jax.tree.map(add, parts, is_leaf=lambda node: isinstance(node, Linear))
     return found

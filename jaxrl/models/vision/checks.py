@@ -11,9 +11,10 @@ from jaxrl.models.files.hf_config import ADVICE, config_path
 from jaxrl.models.files.quantized.tensors import read_tensor
 from jaxrl.models.vision.config import TowerConfig
 from jaxrl.models.vision.files import common_name, tower_files, tower_tensors
-from jaxrl.models.vision.patches import Grid, pack_patches
+from jaxrl.models.vision.patches import pack_patches
 from jaxrl.models.vision.tower import Tower
 from jaxrl.models.vision.towers import tower_from_hf, tower_to_hf
+from jaxrl.types import Grid
 from sharding import TRAIN
 
 GOLDEN = "golden_tower.npz"  # of scripts/make_golden_towers.py

@@ -72,7 +72,7 @@ class MergerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PartOptions:
-    """What the linear layers of a part of the tower take from its config."""
+    """The options of the linear layers of a part of the tower."""
 
     D: int
     lora: LoRA | None

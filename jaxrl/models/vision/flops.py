@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.models.vision.config import TowerConfig
-from jaxrl.models.vision.patches import Grid, image_layout
+from jaxrl.models.vision.patches import image_layout
+from jaxrl.types import Grid
 
 
 def tower_flops(cfg: TowerConfig, grids: Sequence[Grid]) -> float:
@@ -38,15 +39,15 @@ def _pairs(segments: np.ndarray) -> int:
     return int((np.bincount(segments) ** 2).sum())
 
 
-def tower_activation_bytes(cfg: TowerConfig, n_patches: int, itemsize: int, remat: str) -> int:
-    """Bytes that the backward pass of a tower keeps of a row of patches, on one device.
+def tower_activation_bytes(cfg: TowerConfig, n_patches: int, itemsize: int) -> int:
+    """Bytes that the backward pass keeps of a row of patches with remat "full", on one device.
 
-    With remat "full", the input of each block; with "none" also what its products and norms read:
-    the normed inputs, queries, keys, values and output of attention, the inputs of both norms and
-    the MLP's features before and after the activation. The projector and the embedding of patches
-    keep their inputs in any case.
+    These are the patches, the input of each block, and what the last norm and the projectors keep,
+    which are not recomputed: the norm two arrays of D, an MLP seven, and the mean of patches three
+    per token. All count `itemsize`, also those in float32.
     """
-    wide = (cfg.ffn.n_matrices - 1) * cfg.ffn.F + cfg.ffn.F
-    block = {"full": cfg.D, "none": cfg.D * 8 + wide}[remat]
-    projector = cfg.D * (2 + (cfg.merger.kind == "mlp")) * (1 + len(cfg.deepstack))
-    return n_patches * itemsize * (cfg.patch_features + cfg.L * block + projector)
+    mlps = 7 * (cfg.merger.kind == "mlp") * (1 + len(cfg.deepstack))
+    means = 3 * (cfg.merger.kind == "mean") / cfg.merge**2
+    final_norm = 2 * (cfg.names.final_norm is not None)
+    per_patch = cfg.patch_features + cfg.D * (cfg.L + mlps + means + final_norm)
+    return int(n_patches * itemsize * per_patch)

@@ -38,7 +38,8 @@ VISION_TYPES = ("gemma4_vision",)
 ENTRIES = entries.Entries(
     classes=(),
     read=frozenset({*DEFAULTS, "standardize", "model_type"}) | ROPE,
-    neutral=frozenset({"max_position_embeddings", "default_output_length"}),
+    # the number of tokens is the image processor's; transformers reads no global_head_dim here
+    neutral=frozenset({"max_position_embeddings", "default_output_length", "global_head_dim"}),
     # the limits of clipped layers are tensors that are not read
     neutral_at={"use_clipped_linears": (False,)},
 )

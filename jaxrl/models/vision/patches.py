@@ -9,8 +9,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from jaxrl.models.vision.config import TowerConfig
-
-Grid = tuple[int, int, int]  # frames, rows and columns of patches
+from jaxrl.types import Grid
 
 
 @runtime_checkable

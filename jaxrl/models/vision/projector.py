@@ -19,7 +19,7 @@ def image_norm(
 ) -> RMSNorm | LayerNorm:
     """A norm of a tower; without a name it has no weights."""
     if norm.rms or name is None:
-        how = dict(unit_offset=norm.unit_offset, round_last=norm.round_last)
+        how: Any = dict(unit_offset=norm.unit_offset, round_last=norm.round_last)
         return RMSNorm(make, name, dim, eps=norm.eps, **how)
     return LayerNorm(make, name, dim, eps=norm.eps, bias=True)
 
@@ -63,13 +63,12 @@ class MeanMerger(nnx.Module):
             self.b = nnx.data(make(b, (cfg.D,), (None,), init="zeros"))
             self.s = nnx.data(make(s, (cfg.D,), (None,), init="ones"))
         self.norm = image_norm(make, merger.norm_name, cfg.D, merger.norm)
-        self.linear, self.w = None, nnx.data(None)
-        (name,) = merger.names
+        (name,), lora = merger.names, cfg.options(part).lora
+        self.w, self.linear = nnx.data(None), nnx.data(None)
         if merger.transposed:
             self.w = nnx.data(make(name, (cfg.D, cfg.out_D), (None, "w_embed")))
         else:
             shape, axes = (cfg.out_D, cfg.D), ("w_embed", None)
-            lora = cfg.options(part).lora
             self.linear = Linear(make, name, "BTC,DC->BTD", shape, axes, lora=lora)
 
     def __call__(self, x: Float[Array, "B P D"], rules: Rules) -> Float[Array, "B F O"]:

@@ -85,10 +85,11 @@ def from_hf(config: ConfigJson) -> TowerConfig:
     )
 
 
-def plain_mlp(c: ConfigJson, *names: str) -> MLPConfig:
+def plain_mlp(c: ConfigJson, up: str, down: str) -> MLPConfig:
     """The MLP of a block, without a gate."""
     act = read_activation(c, "hidden_act")
-    return MLPConfig(c["intermediate_size"], act, bias=True, gated=False, names=("mlp", "", *names))
+    names = ("mlp", "", up, down)
+    return MLPConfig(c["intermediate_size"], act, bias=True, gated=False, names=names)
 
 
 def image_and_frames(c: ConfigJson) -> tuple[int, int, int, int]:

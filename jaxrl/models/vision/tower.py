@@ -32,7 +32,7 @@ from jaxrl.models.vision.projector import MeanMerger, MLPMerger, image_norm
 from sharding import Rules, gather_matrix
 
 
-class Block(nnx.Module):
+class TowerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); of some families, outputs have norms too."""
 
     def __init__(self, make: MakeParam, cfg: TowerConfig):
@@ -142,10 +142,11 @@ class Tower(nnx.Module):
         self.patch = Linear(patch, names.patch, "BTC,DC->BTD", shape, axes, **options)
         n, axes = math.prod(cfg.table_shape[:-1]), (None, "w_embed")
         shape = cfg.table_shape
-        made = names.table and top(names.table, (n, cfg.D), axes, hf_shape=shape)
+        name = names.table
+        made = None if name is None else top(name, (n, cfg.D), axes, hf_shape=shape)
         self.table = nnx.data(made)
         self.blocks = nnx.List(
-            [Block(make_spec(_numbered(names.block, i)), cfg) for i in range(cfg.L)]
+            [TowerBlock(make_spec(_numbered(names.block, i)), cfg) for i in range(cfg.L)]
         )
         last = names.final_norm
         self.final_norm = None if last is None else image_norm(top, last, cfg.D, cfg.norm)
@@ -177,7 +178,8 @@ class Tower(nnx.Module):
 
     def embed_patches(self, rows: PatchRows, rules: Rules) -> Float[Array, "B P D"]:
         """Input of the first block: patches, and the weighted mean of learned positions."""
-        x = self.patch(rows.patches.astype(self.patch.w.dtype), rules)
+        w: Any = self.patch.w  # never quantized
+        x = self.patch(rows.patches.astype(w.dtype), rules)
         if self.table is None:
             return x
         table = gather_matrix(self.table, rules, (None, "w_embed"), 1).astype(jnp.float32)
@@ -192,12 +194,12 @@ class Tower(nnx.Module):
         cfg = self.cfg
 
         def step(policy: str) -> Callable:
-            def run(x, block: Block, segments, places):
+            def run(x, block: TowerBlock, segments, places):
                 return block(layer_input(x, policy), segments, places, rules)
 
             run = jax.jit(recompute(run, policy))  # blocks of equal shapes are traced once
 
-            def one(carry, block: Block, i: int):
+            def one(carry, block: TowerBlock, i: int):
                 segments = rows.segments if cfg.sees_image(i) else rows.windows
                 x = run(carry[0], block, segments, rows.places)
                 return (x, None), x if i in cfg.deepstack else None

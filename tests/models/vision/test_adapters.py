@@ -52,7 +52,7 @@ def test_layers_within_layers_have_two_names():
     with_lora = dataclasses.replace(cfg, lora=chosen)
     block = with_lora.options("model.vision_tower.encoder.layers.").lora
     assert block is not None
-    assert block.targets == ("gate_proj.linear", "up_proj.linear", "down_proj.linear")
+    assert set(block.targets) == {"gate_proj.linear", "up_proj.linear", "down_proj.linear"}
 
 
 def test_the_projector_alone_is_chosen_by_its_name():
@@ -76,9 +76,8 @@ def test_excluded_layers_have_none_and_ranks_are_checked():
         lora("gemma3", "vision_tower.*", rank=17)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param(dict(dora=True), marks=pytest.mark.thorough)], ids=str
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, dict(dora=True)], ids=str)
 def test_new_adapters_change_nothing_and_an_export_has_them(options, one_device):
     """The merged weights of an export give the features of the tower with adapters."""
     cfg, base = load_tower(GOLDEN / "qwen3_5", rules=TRAIN)
@@ -112,4 +111,5 @@ def test_new_adapters_change_nothing_and_an_export_has_them(options, one_device)
     assert [a.shape for a in arrays] == [a.shape for a in leaves]
     after = run(tower)
     assert np.abs(after - before).max() > 0.1
-    np.testing.assert_allclose(run(jax.tree.unflatten(tree, arrays)), after, atol=1e-4)
+    again = run(jax.tree.unflatten(tree, arrays))
+    np.testing.assert_allclose(again, after, atol=1e-4, rtol=1e-5)  # values up to 130

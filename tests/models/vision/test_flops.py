@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.spec import abstract_params, count_params
+from jaxrl.models.spec import abstract_params
 from jaxrl.models.vision.flops import tower_activation_bytes, tower_flops
 from jaxrl.models.vision.patches import pack_patches
 from jaxrl.models.vision.tower import tower_specs
 from jaxrl.models.vision.towers import folder_tower
 from sharding import TRAIN
+from tests.marks import graded
 from tests.models.vision.images import GOLDEN, TOWERS, Image
 
 SIDE = 8  # patches: one block of keys, because XLA counts a loop once
@@ -40,7 +41,7 @@ def traced(cfg, remat: str = "none"):
     return abstract_params(tower_specs(cfg), TRAIN, jnp.float32), features, grid
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", graded(TOWERS, default=["qwen2_5_vl"]))
 def test_flops_are_those_that_xla_counts(name, one_device):
     """XLA counts the element-wise operations too: a few per cent here."""
     cfg = wide_tower(name)
@@ -65,13 +66,12 @@ def test_images_add_up():
     assert tower_flops(cfg, a) + tower_flops(cfg, b) == tower_flops(cfg, a + b)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TOWERS)
-def test_activations_are_what_the_backward_pass_keeps(name, remat, one_device):
+def test_activations_are_what_the_backward_pass_keeps(name, one_device):
     cfg = wide_tower(name)
-    tower, features, _ = traced(cfg, remat)
+    tower, features, _ = traced(cfg, "full")
     _, pull_back = jax.eval_shape(lambda tower: jax.vjp(features, tower), tower)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull_back))
-    kept -= 4 * count_params(tower_specs(cfg))  # the weights
-    estimate = tower_activation_bytes(cfg, SIDE**2, 4, remat)
-    assert 0.75 < kept / estimate < 1.3, (kept, estimate)
+    rows = [leaf for leaf in jax.tree.leaves(pull_back) if leaf.shape[:1] == (1,)]  # no weights
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in rows)
+    assert 0.95 < kept / tower_activation_bytes(cfg, SIDE**2, 4) < 1.1
