@@ -25,7 +25,7 @@ Grid = tuple[int, int, int]  # of an image: frames, rows and columns of patches
 class ImageInput:
     """An image as a model reads it. Its patches are made when they are read, not kept."""
 
-    grid: tuple[int, int, int]  # (time, height, width) in patches
+    grid: Grid
     n_tokens: int  # placeholders in the prompt
     digest: str  # SHA-256 of patches and grid, for prefix caching
     load: Callable[[], np.ndarray] = dataclasses.field(repr=False, compare=False)
@@ -34,6 +34,18 @@ class ImageInput:
     def patches(self) -> np.ndarray:
         """float32 [P, features], in the order of the model's tower."""
         return self.load()
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedImage:
+    """An image in the tokens of a sequence, which has a placeholder for each of its features."""
+
+    start: int  # index of the first placeholder in the tokens
+    image: ImageInput
+
+    @property
+    def end(self) -> int:
+        return self.start + self.image.n_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +60,9 @@ class Prompt:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_text: bool = False  # the row's prompt is text, not messages
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's schemas of what the chat template offers
-    images: tuple[ImageInput, ...] = ()  # in order; `tokens` has n_tokens placeholders of each
+    images: tuple[PlacedImage, ...] = ()  # in the order of their places
+    # int32 [3, prompt_len], positions by axis (data/images/mrope.py); None: one position each
+    axis_positions: np.ndarray | None = None
 
     @property
     def answer_text(self) -> str:
@@ -169,15 +183,6 @@ class Demonstration:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacedImage:
-    """An image in the tokens of a sequence, which has a placeholder for each of its features."""
-
-    start: int  # index of the first placeholder in prompt + response
-    n_tokens: int
-    digest: str  # of its content: images with equal ones have the same features
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainingSample:
     """One sequence with everything that the loss needs. Packing turns samples into a `Batch`.
 
@@ -192,7 +197,7 @@ class TrainingSample:
     support: TokenSets | None = None  # tokens that ratios are restricted to; None: all
     experts: np.ndarray | None = None  # [response_len, L, k], to replay where loss_mask is True
     images: tuple[PlacedImage, ...] = ()  # in the order of their places
-    # int32 [3, prompt_len + response_len], positions by axis (models/mrope.py); None: one position
+    # int32 [3, prompt_len + response_len], as those of prompts
     axis_positions: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None  # float32 [response_len], at the ends of turns
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step

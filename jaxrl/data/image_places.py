@@ -5,12 +5,13 @@ vision tower runs once for it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Int32
 
-from jaxrl.types import TrainingSample
+from jaxrl.types import ImageInput, TrainingSample
 
 TEXT = -1  # in place of a row of features: the token is not one of an image
 # A sample, the place of its first token in a flat micro-batch, and the tokens that it leaves out
@@ -23,8 +24,13 @@ class PackedImages:
     """The images of a micro-batch [B, T], whose features follow each other in this order."""
 
     index: np.ndarray  # int32 [B, T], the row of features of each token, or TEXT
-    digests: tuple[str, ...]  # of each image
-    n_tokens: tuple[int, ...]  # rows of each image
+    images: tuple[ImageInput, ...]
+
+    @property
+    def first_rows(self) -> dict[str, int]:
+        """The first row of features of each image, by digest."""
+        counts = itertools.accumulate((image.n_tokens for image in self.images), initial=0)
+        return {image.digest: n for image, n in zip(self.images, counts, strict=False)}
 
 
 def n_inputs(sample: TrainingSample) -> int:
@@ -36,20 +42,21 @@ def pack_images(located: Sequence[Located], shape: tuple[int, int]) -> PackedIma
     """The images of a micro-batch of this shape; None without any."""
     if not any(sample.images for sample, *_ in located):
         return None
-    index = np.full(shape[0] * shape[1], TEXT, np.int32)
-    first: dict[str, int] = {}  # row of each image
-    sizes: list[int] = []
+    every = (placed.image for sample, *_ in located for placed in sample.images)
+    packed = PackedImages(np.full(shape, TEXT, np.int32), unique_images(every))
+    flat, first = packed.index.reshape(-1), packed.first_rows
     for sample, place, skipped in located:
-        for image in sample.images:
-            if image.digest not in first:
-                first[image.digest] = sum(sizes)
-                sizes.append(image.n_tokens)
-            begin = max(image.start, skipped)
-            end = min(image.start + image.n_tokens, n_inputs(sample))
+        for placed in sample.images:
+            begin, end = max(placed.start, skipped), min(placed.end, n_inputs(sample))
             if begin < end:
-                rows = first[image.digest] + np.arange(begin, end) - image.start
-                index[place + begin - skipped : place + end - skipped] = rows
-    return PackedImages(index.reshape(shape), tuple(first), tuple(sizes))
+                rows = first[placed.image.digest] + np.arange(begin, end) - placed.start
+                flat[place + begin - skipped : place + end - skipped] = rows
+    return packed
+
+
+def unique_images(images: Iterable[ImageInput]) -> tuple[ImageInput, ...]:
+    """The images of different content, in the order in which they occur."""
+    return tuple({image.digest: image for image in images}.values())
 
 
 def join_packed_images(parts: Sequence[PackedImages | None]) -> PackedImages | None:
@@ -57,19 +64,18 @@ def join_packed_images(parts: Sequence[PackedImages | None]) -> PackedImages | N
     found = [part for part in parts if part is not None]
     if not found:
         return None
-    sizes = {d: n for part in found for d, n in zip(part.digests, part.n_tokens, strict=True)}
-    first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
-    empty = np.full(found[0].index.shape, TEXT, np.int32)
+    images = unique_images(image for part in found for image in part.images)
+    joined = PackedImages(np.full((0, found[0].index.shape[1]), TEXT, np.int32), images)
+    first = joined.first_rows
 
     def moved(part: PackedImages | None) -> np.ndarray:
         if part is None:
-            return empty
-        pairs = zip(part.digests, part.n_tokens, strict=True)
-        rows = np.concatenate([first[digest] + np.arange(n) for digest, n in pairs])
-        return np.where(part.index == TEXT, TEXT, rows[part.index]).astype(np.int32)
+            return np.full_like(found[0].index, TEXT)
+        rows = [first[image.digest] + np.arange(image.n_tokens) for image in part.images]
+        return np.where(part.index == TEXT, TEXT, np.concatenate(rows)[part.index])
 
-    index = np.concatenate([moved(part) for part in parts])
-    return PackedImages(index, tuple(sizes), tuple(sizes.values()))
+    index = np.concatenate([moved(part) for part in parts]).astype(np.int32)
+    return PackedImages(index, images)
 
 
 def pack_axis_positions(
@@ -112,9 +118,9 @@ def content_tokens(samples: Sequence[TrainingSample]) -> list[tuple[np.ndarray, 
         if not sample.images:
             return sample.prompt_tokens, sample.tokens
         tokens = np.concatenate([sample.prompt_tokens, sample.tokens]).astype(np.int32)
-        for image in sample.images:
-            number = numbers.setdefault(image.digest, -1 - len(numbers))
-            tokens[image.start : image.start + image.n_tokens] = number
+        for placed in sample.images:
+            number = numbers.setdefault(placed.image.digest, -1 - len(numbers))
+            tokens[placed.start : placed.end] = number
         n = len(sample.prompt_tokens)
         return tokens[:n], tokens[n:]
 
@@ -127,7 +133,7 @@ def between_images(sample: TrainingSample, n: int, align: int) -> int:
     The tokens of an image may see each other, and a row has all of them or none.
     """
     n = n // align * align
-    for image in reversed(sample.images):
-        if image.start < n < image.start + image.n_tokens:
-            n = image.start // align * align
+    for placed in reversed(sample.images):
+        if placed.start < n < placed.end:
+            n = placed.start // align * align
     return n

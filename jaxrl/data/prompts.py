@@ -114,21 +114,31 @@ def make_prompts(
         kept = _truncate(tokens, row.number, data)
         if renderer.images:
             renderer.images.check_cut(tokens, kept, row.place)
-        truth = _truth_column(row, answer_for)
+        tokens, truth = tokens[kept], _truth_column(row, answer_for)
         prompts.append(
             Prompt(
                 id=row.number,
                 messages=messages,
-                tokens=tokens[kept],
+                tokens=tokens,
                 answer=_answer(row, truth),
                 source=source_of(row.columns),
                 extra=_extra(row.columns, used=(question, truth)),
                 is_text=isinstance(row.columns[question], str),
                 tools=tools,
-                images=inputs,
+                **_image_fields(tokens, inputs, renderer.images),
             )
         )
     return prompts
+
+
+def _image_fields(
+    tokens: np.ndarray, inputs: Sequence[ImageInput], images: Placeholders | None
+) -> dict[str, Any]:
+    """The fields of a prompt for its images."""
+    if images is None or not inputs:
+        return {}
+    axes = images.axis_positions(tokens, inputs)
+    return dict(images=images.place(tokens, inputs), axis_positions=axes)
 
 
 def _with_images(

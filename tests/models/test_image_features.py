@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.data.images.mrope import mrope_positions
 from jaxrl.data.packing import Packed, gather, pack
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.image_features import ImageFeatures
 from jaxrl.models.kv_cache import init_cache
-from jaxrl.models.mrope import mrope_positions
 from jaxrl.models.packed import forward_packed, forward_routed
 from jaxrl.models.paged import forward_mixed, forward_paged
-from jaxrl.types import PlacedImage, TrainingSample
+from jaxrl.types import ImageInput, PlacedImage, TrainingSample
 from sharding import DECODE, TRAIN, make_mesh, mesh_order
 from sharding.rules import PIPELINE, RING, TENSOR, ULYSSES
 from tests.marks import graded
@@ -156,12 +156,13 @@ def samples(name: str) -> list[TrainingSample]:
         response = draw.integers(3, IMAGE, n).astype(np.int32)
         tokens = np.concatenate([prompt, response])
         axes, _ = mrope_positions(tokens, [(1, 4, 6)], image_token=IMAGE, merge=2)
+        image = ImageInput((1, 4, 6), 6, digest, load=lambda: np.zeros(0))
         found.append(
             TrainingSample(
                 prompt_tokens=prompt,
                 tokens=response,
                 loss_mask=np.ones(n, bool),
-                images=(PlacedImage(5, 6, digest),),
+                images=(PlacedImage(5, image),),
                 axis_positions=None if name == "gemma3" else axes,
             )
         )
@@ -201,7 +202,8 @@ def summed(model, table, deep, packed: list[Packed]):
     for micro in packed:
         images = micro.batch.images
         batch = dataclasses.replace(micro.batch, images=images.index)
-        score, grads = jax.device_get(scores(model, table, deep, batch, images.digests))
+        digests = tuple(images.first_rows)
+        score, grads = jax.device_get(scores(model, table, deep, batch, digests))
         found.append(score)
         total = grads if total is None else jax.tree.map(np.add, total, grads)
     return gather(found, packed), jax.tree.leaves(total)

@@ -1,14 +1,16 @@
 """The place of an image: in the text of a message, in a rendered prompt, and in its tokens."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
+from jaxrl.data.images.mrope import mrope_positions
 from jaxrl.json_text import Message
-from jaxrl.types import ImageInput
+from jaxrl.types import ImageInput, PlacedImage
 
 IMAGE = "\ufdd1"  # in a message's text; a code point that Unicode reserves for such uses
 _ADVICE = (
@@ -28,6 +30,7 @@ class Placeholders:
     rendered: str
     framed: str
     token: int
+    merge: int = 0  # patches on each side of a token, for positions by axis; 0: one position each
 
     def check_text(self, messages: Sequence[Message]) -> None:
         """Raises ValueError if the text of a message contains an image token of the model."""
@@ -69,6 +72,26 @@ class Placeholders:
         counts = np.ones(len(tokens), int)
         counts[places] = [image.n_tokens for image in images]
         return np.repeat(tokens, counts)
+
+    def place(
+        self, tokens: Int32[np.ndarray, " T"], images: Sequence[ImageInput]
+    ) -> tuple[PlacedImage, ...]:
+        """The images at their placeholders in expanded tokens, which have exactly theirs."""
+        places = np.flatnonzero(tokens == self.token)
+        firsts = itertools.accumulate((image.n_tokens for image in images[:-1]), initial=0)
+        return tuple(
+            PlacedImage(int(places[first]), image)
+            for first, image in zip(firsts, images, strict=False)
+        )
+
+    def axis_positions(
+        self, tokens: Int32[np.ndarray, " T"], images: Sequence[ImageInput]
+    ) -> Int32[np.ndarray, "3 T"] | None:
+        """Positions by axis of expanded tokens; None without images, or if the model has none."""
+        if not images or not self.merge:
+            return None
+        grids = [image.grid for image in images]
+        return mrope_positions(tokens, grids, image_token=self.token, merge=self.merge)[0]
 
     def check_cut(self, tokens: np.ndarray, kept: np.ndarray, place: str) -> None:
         """Raises ValueError if a prompt's tokens lose one of an image, or of its frame.

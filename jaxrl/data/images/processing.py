@@ -20,9 +20,8 @@ from jaxrl.config.packages import install_advice
 from jaxrl.data.images.decoding import ImageSource, UnusableImageError, decode, read_source
 from jaxrl.data.images.placeholders import Placeholders
 from jaxrl.json_text import read_object, shown
-from jaxrl.types import ImageInput
+from jaxrl.types import Grid, ImageInput
 
-Grid = tuple[int, int, int]
 Processed = tuple[Float32[np.ndarray, "P F"], Grid, int]  # patches, their grid, tokens
 Config = Mapping[str, Any]  # config.json
 _FIXED = {"do_resize": True, "do_pan_and_scan": False}  # settings of processors
@@ -186,7 +185,7 @@ def _read_gemma4(found: Mapping[str, Any], config: Config) -> Processed:
 
 def _qwen_placeholders(config: Config, tokenizer: PreTrainedTokenizerBase) -> Placeholders:
     token, text = _token("image_token_id", config, tokenizer)
-    return Placeholders(text, text, token)
+    return Placeholders(text, text, token, config["vision_config"].get("spatial_merge_size", 2))
 
 
 def _gemma3_placeholders(config: Config, tokenizer: PreTrainedTokenizerBase) -> Placeholders:

@@ -60,7 +60,7 @@ class DecodeBatch:
     adjustments: Adjustments | None = None  # None if no row has any: then the program has none
     adapter: types.Array = None  # int32 [B], 0 = none; None for an engine without adapters
     slots: types.Array = None  # int32 [B], of the sequences' states; None for models without any
-    # int32 [B], rotary position - index of tokens after images (models/mrope.py); None: no images
+    # int32 [B], rotary position - index of tokens after images; None: no images
     delta: types.Array = None
 
     @property

@@ -90,13 +90,13 @@ def test_images_of_every_form_become_placeholders_in_their_places(load, tmp_path
         row = {**row, "images": [row["images"][0], {"image": f"file://{tmp_path}/in/tall.jpg"}]}
     [prompt] = load(write(tmp_path, row), image_root=str(tmp_path))
     # 24 x 8 pixels are 6 x 2 patches of 4, merged by 2 x 2; 16 x 32 pixels are 4 x 8 patches
-    assert [image.grid for image in prompt.images] == [(1, 2, 6), (1, 8, 4)]
-    assert [image.n_tokens for image in prompt.images] == counts(prompt) == [3, 8]
+    assert [placed.image.grid for placed in prompt.images] == [(1, 2, 6), (1, 8, 4)]
+    assert [placed.image.n_tokens for placed in prompt.images] == counts(prompt) == [3, 8]
     assert prompt.messages == ({"role": "user", "content": f"{IMAGE}A {IMAGE}B"},)
     first = np.flatnonzero(prompt.tokens == PAD)[0]
     assert prompt.tokens[first - 1] == 267 and prompt.tokens[first + 3] == 268
     assert "images" not in prompt.extra
-    assert prompt.images[0].patches.shape == (12, 3 * 2 * 4 * 4)
+    assert prompt.images[0].image.patches.shape == (12, 3 * 2 * 4 * 4)
 
 
 def test_images_without_places_are_before_the_first_question(load, tmp_path):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32
 
-Grid = tuple[int, int, int]  # (time, height, width) in patches
+from jaxrl.types import Grid
 
 
 def mrope_positions(
@@ -50,6 +50,12 @@ def mrope_positions(
     positions = np.concatenate(parts, axis=1)
     delta = int(positions.max(initial=-1)) + 1 - len(tokens)
     return positions.astype(np.int32), delta
+
+
+def continue_text(positions: Int32[np.ndarray, "3 T"], n: int) -> Int32[np.ndarray, "3 N"]:
+    """Positions by axis of the tokens and of `n` tokens of text after them."""
+    new = _of_text(n, int(positions.max(initial=-1)) + 1).astype(np.int32)
+    return np.concatenate([positions, new], axis=1)
 
 
 def _of_text(n: int, position: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Positions of tokens with images, against `get_rope_index` of transformers.
 
-Tests of jaxrl/models/mrope.py and of `Rope.pair_axes`.
+Tests of jaxrl.data.images.mrope.py and of `Rope.pair_axes`.
 """
 
 import json
@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.models.mrope import mrope_positions
+from jaxrl.data.images.mrope import mrope_positions
 from jaxrl.models.rope_config import Rope
 
 IMAGE, MERGE = 60, 2
-GOLDEN = Path(__file__).parent / "golden_images" / "positions.json"
+GOLDEN = Path(__file__).parents[2] / "models" / "golden_images" / "positions.json"
 
 
 def tokens_of(parts) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
