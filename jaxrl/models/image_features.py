@@ -14,77 +14,71 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.visibility import Visibility, separate_segments
 from jaxrl.models.config import DecoderConfig
 from sharding import Rules, unshuffle, zigzag
 
-TEXT = -1  # in `ImageFeatures.index`: the token is not one of an image
-
 
 @struct.dataclass
 class ImageFeatures:
-    """The features of the images of packed rows. An image may be in several places."""
+    """The features of images at their tokens. What is at tokens of text is not read."""
 
-    rows: Any  # [F, D], in place of the embeddings
-    index: Any  # int32 [B, T], the row of each token, or TEXT
-    deep: Any = None  # [n, F, D], added after each of the first n layers; None: nothing is
+    rows: Any  # [B, T, D], in place of the embeddings
+    is_image: Any  # bool [B, T]
+    deep: Any = None  # [B, T, n, D], added after each of the first n layers; None: nothing is
 
     @classmethod
-    def at(
+    def gathered(
         cls,
         rows: Float[Array, "F D"],
-        places: Int[Array, "F"],
-        shape: tuple[int, int],
-        deep: Float[Array, "n F D"] | None = None,
+        index: Int[Array, "B T"],
+        deep: Float[Array, "F n D"] | None,
+        rules: Rules,
     ) -> "ImageFeatures":
-        """Row f at the token with index `places[f]` of the flat tokens [B * T].
+        """The row `index[b, t]` at each token, which is text where that is negative."""
+        index = jax.reshard(index, rules.spec("batch", "time"))
+        places = jnp.maximum(index, 0)
 
-        A row whose place is not one of these, such as padding, is at no token.
-        """
-        n = shape[0] * shape[1]
-        places = jnp.where((places >= 0) & (places < n), places, n)
-        found = jnp.arange(len(places), dtype=jnp.int32)
-        index = jnp.full(n, TEXT, jnp.int32).at[places].set(found, mode="drop")
-        return cls(rows, index.reshape(shape), deep)
+        def of_tokens(table: jax.Array, *axes: str | None) -> jax.Array:
+            table = jax.reshard(table, rules.spec(None, *axes))
+            return table.at[places].get(out_sharding=rules.spec("batch", "time", *axes))
+
+        deep = None if deep is None else of_tokens(deep, None, "embed")
+        return cls(of_tokens(rows, "embed"), index >= 0, deep)
 
     def in_row(self, n_decode: int) -> "ImageFeatures":
-        """Of rows of prefill, as one row with `n_decode` tokens of text after them."""
-        index = jnp.pad(self.index.reshape(-1), (0, n_decode), constant_values=TEXT)
-        return ImageFeatures(self.rows, index[None], self.deep)
+        """Rows of prefill as one row with `n_decode` tokens of text after them."""
 
-    @property
-    def is_image(self) -> Bool[Array, "B T"]:
-        return self.index >= 0
+        def joined(a: jax.Array) -> jax.Array:
+            flat = a.reshape(-1, *a.shape[2:])
+            return jnp.pad(flat, ((0, n_decode), *[(0, 0)] * (flat.ndim - 1)))[None]
+
+        return jax.tree.map(joined, self)
 
     @property
     def n_deep(self) -> int:
-        return 0 if self.deep is None else len(self.deep)
+        return 0 if self.deep is None else self.deep.shape[2]
 
     def insert(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
         """The embeddings with those of images replaced."""
-        found = self._of_tokens(self.rows, x.dtype, rules)
-        return jnp.where(self._index(rules)[..., None] >= 0, found, x)
+        return self._at_images(self.rows, x, x.dtype, rules)
 
     def deep_sums(self, dtype: DTypeLike, rules: Rules) -> Float[Array, "n B T D"] | None:
-        """What is added to the hidden states after each of the first layers."""
+        """The rows that are added to the hidden states after each of the first layers."""
         if self.deep is None:
             return None
-        image = self._index(rules)[..., None] >= 0
-        sums = [jnp.where(image, self._of_tokens(rows, dtype, rules), 0) for rows in self.deep]
-        return jnp.stack(sums)
+        parts = [self.deep[:, :, i] for i in range(self.n_deep)]
+        return jnp.stack([self._at_images(part, 0, dtype, rules) for part in parts])
 
-    def _index(self, rules: Rules) -> Int[Array, "B T"]:
-        return jax.reshard(self.index, rules.spec("batch", "time"))
-
-    def _of_tokens(
-        self, rows: Float[Array, "F D"], dtype: DTypeLike, rules: Rules
+    def _at_images(
+        self, rows: Float[Array, "B T D"], text: Any, dtype: DTypeLike, rules: Rules
     ) -> Float[Array, "B T D"]:
-        """The row of each token; any row at tokens of text."""
-        rows = jax.reshard(rows.astype(dtype), rules.spec(None, "embed"))
-        index = jnp.maximum(self._index(rules), 0)
-        return rows.at[index].get(out_sharding=rules.spec("batch", "time", "embed"))
+        """`rows` at tokens of images, `text` at the others."""
+        rows = jax.reshard(rows.astype(dtype), rules.spec("batch", "time", "embed"))
+        is_image = jax.reshard(self.is_image, rules.spec("batch", "time"))
+        return jnp.where(is_image[..., None], rows, text)
 
 
 def check_images(cfg: DecoderConfig, features: ImageFeatures | None, axis_positions: Any) -> None:

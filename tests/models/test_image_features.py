@@ -39,11 +39,12 @@ def inputs(name: str) -> tuple:
     """(tokens, segments, positions, features, axis_positions) of the two rows of a golden file."""
     saved = golden(name)
     tokens, image = saved["tokens"], saved["tokens"] == IMAGE
-    index = np.where(image, np.cumsum(image).reshape(tokens.shape) - 1, -1).astype(np.int32)
-    deep = saved["deep"] if len(saved["deep"]) else None
+    index = np.maximum(np.cumsum(image).reshape(tokens.shape) - 1, 0)
+    deep = np.moveaxis(saved["deep"], 0, 1)[index] if len(saved["deep"]) else None
+    features = ImageFeatures(saved["rows"][index], image, deep)
     axes = None if name == "gemma3" else np.moveaxis(saved["positions"], 0, 2)
     places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return tokens, np.ones_like(tokens), places, ImageFeatures(saved["rows"], index, deep), axes
+    return tokens, np.ones_like(tokens), places, features, axes
 
 
 def load(name: str, *, rules=TRAIN, stacked: bool = False):
@@ -80,13 +81,16 @@ def test_three_equal_positions_are_one_position(name, one_device):
     np.testing.assert_array_equal(logits(model, tokens, segments, positions, None, axes), plain)
 
 
-def test_rows_of_features_are_at_their_places(one_device):
-    """Rows of padding have a place after the last token, or a negative one."""
-    tokens, _, _, features, _ = inputs("qwen3_vl")
-    places = np.append(np.flatnonzero(tokens == IMAGE), [tokens.size, -1]).astype(np.int32)
-    rows = np.pad(features.rows, ((0, 2), (0, 0)))
-    found = ImageFeatures.at(jnp.asarray(rows), jnp.asarray(places), tokens.shape)
-    np.testing.assert_array_equal(found.index, features.index)
+def test_features_that_are_gathered_are_those_at_the_tokens(one_device):
+    tokens, *_, features, _ = inputs("qwen3_vl")
+    saved, image = golden("qwen3_vl"), tokens == IMAGE
+    index = np.where(image, np.cumsum(image).reshape(tokens.shape) - 1, -1).astype(np.int32)
+    deep = jnp.moveaxis(jnp.asarray(saved["deep"]), 0, 1)
+    found = ImageFeatures.gathered(jnp.asarray(saved["rows"]), jnp.asarray(index), deep, TRAIN)
+    x = jnp.zeros((*tokens.shape, 32))
+    np.testing.assert_array_equal(found.insert(x, TRAIN), features.insert(x, TRAIN))
+    sums = [one.deep_sums(jnp.float32, TRAIN) for one in (found, features)]
+    np.testing.assert_array_equal(*sums)
 
 
 def loss(model, batch, rules):
@@ -106,7 +110,7 @@ def on_mesh(name: str, sizes: dict, *, rules=TRAIN, stacked=False):
     *per_token, features, axes = inputs(name)
     order = functools.partial(mesh_order, rules=rules)
     with jax.set_mesh(make_mesh(**sizes)):
-        features = dataclasses.replace(features, index=order(features.index))
+        features = jax.tree.map(order, features)
         batch = (*map(order, per_token), features, None if axes is None else order(axes))
         batch = jax.tree.map(lambda a: jax.device_put(a, jax.P()), batch)
         model = load(name, rules=rules, stacked=stacked)
@@ -175,14 +179,14 @@ def scores(model, table, deep, batch, digests):
 
     def total(model, table, deep):
         rows = jnp.concatenate([table[digest] for digest in digests])
-        extra = None if deep is None else jnp.concatenate([deep[d] for d in digests], axis=1)
+        extra = None if deep is None else jnp.concatenate([deep[d] for d in digests])
         hidden, _ = forward_routed(
             model,
             batch.tokens,
             batch.segments,
             batch.positions,
             until=batch.until,
-            features=ImageFeatures(rows, batch.images, extra),
+            features=ImageFeatures.gathered(rows, batch.images, extra, TRAIN),
             axis_positions=batch.axis_positions,
             rules=TRAIN,
             segment_align=4,
@@ -214,7 +218,7 @@ def test_packed_samples_give_the_numbers_of_separate_rows(name, one_device):
     """One row with a shared prefix and several micro-batches give the same scores and gradients."""
     model, draw = load(name, stacked=name == "gemma3"), np.random.default_rng(1)
     table = {d: draw.normal(size=(6, 32)).astype(np.float32) for d in "ab"}
-    deep = {d: draw.normal(size=(2, 6, 32)).astype(np.float32) for d in "ab"}
+    deep = {d: draw.normal(size=(6, 2, 32)).astype(np.float32) for d in "ab"}
     deep = deep if name == "qwen3_vl" else None
     one = functools.partial(pack, samples(name), align=4, n_ranks=1)
     shared = one(shapes=((1, 64),), share_prefixes=True)
@@ -262,7 +266,7 @@ def test_chunks_of_prefill_and_decode_give_the_numbers_of_packed_rows(one_device
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
     def prefill(row: int, at: slice, cache):
-        given = dataclasses.replace(features, index=features.index[row : row + 1, at])
+        given = jax.tree.map(lambda a: a[row : row + 1, at], features)
         rows = (a[row : row + 1, at] for a in (tokens, positions, axes))
         token, position, axis = rows
         hidden, cache = paged(
@@ -275,7 +279,7 @@ def test_chunks_of_prefill_and_decode_give_the_numbers_of_packed_rows(one_device
         cache = prefill(0, slice(start, start + 8), cache)
     # The second row's first 24 tokens in three rows of 8, with a decode step of the first row.
     pieces = [a[1, :24].reshape(3, 8, *a.shape[2:]) for a in (tokens, positions, axes)]
-    given = dataclasses.replace(features, index=features.index[1, :24].reshape(3, 8))
+    given = jax.tree.map(lambda a: a[1, :24].reshape(3, 8, *a.shape[2:]), features)
     hidden, cache, _ = mixed(
         model,
         *pieces[:2],

@@ -63,17 +63,10 @@ def engine_program(kind: str, *, cuda_graph: bool = False, **static: Any) -> Fla
 
 @struct.dataclass
 class PrefillImages:
-    """The images of a `PrefillBatch`. Every replica has the features of its rows."""
+    """The images of a `PrefillBatch`."""
 
-    rows: Any  # [F, D]
-    index: Any  # int32 [R, T], the row of each token, negative at text
-    deep: Any = None  # [F, n, D], added after each of the first n layers; None: nothing is
+    features: ImageFeatures  # of the rows
     axis_positions: Any = None  # int32 [R, T, 3]; None: a model with one position per token
-
-    @property
-    def features(self) -> ImageFeatures:
-        deep = None if self.deep is None else jnp.moveaxis(self.deep, 1, 0)
-        return ImageFeatures(self.rows, self.index, deep)
 
 
 @struct.dataclass
