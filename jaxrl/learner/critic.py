@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed
 from jaxrl.layout import Layout, role_layout, training_rules
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
 from jaxrl.learner.optimizers.patterns import found_patterns
 from jaxrl.learner.state import abstract_state, init_state
@@ -31,8 +32,8 @@ from sharding import target_platform, to_device, to_host
 class ValueScorer:
     """Computes the values of packed tokens: a critic's, or the scores of a reward model."""
 
-    def __init__(self, cfg: RunConfig, layout: Layout):
-        self.cfg, self.layout = cfg, layout
+    def __init__(self, cfg: RunConfig, layout: Layout, encoder: ImageEncoder | None = None):
+        self.cfg, self.layout, self._encoder = cfg, layout, encoder
         self.program = make_values(cfg, layout.rules)
         with layout.on_mesh():
             self.n_ranks = layout.rules.n_shards("batch")
@@ -57,7 +58,8 @@ class ValueScorer:
             for one in packed:
                 calls.make_room()
                 on_batch()
-                values = self.program(params, put_batch(one.batch, rules))
+                batch = put_batch(one.batch, rules, encoder=self._encoder)
+                values = self.program(params, batch)
                 calls.add(functools.partial(read, values))
         return result
 
@@ -119,6 +121,7 @@ def make_critic(
     backbone: DecoderConfig,
     dtype: jnp.dtype,
     total_steps: int,
+    encoder: ImageEncoder | None,
 ) -> Critic:
     """A separate critic in the layout of config.critic.mesh, with an abstract state.
 
@@ -145,8 +148,8 @@ def make_critic(
             mesh,
             offload="optimizer" in cfg.learner.offload,
         )
-    update = make_value_update(critic_run, optimizer, layout.rules)
-    scorer, offload = ValueScorer(critic_run, layout), "critic" in cfg.learner.offload
+    update = make_value_update(critic_run, optimizer, layout.rules, encoder)
+    scorer, offload = ValueScorer(critic_run, layout, encoder), "critic" in cfg.learner.offload
     return Critic(folder, decoder, scorer, optimizer, update, state, offload)
 
 
@@ -163,6 +166,9 @@ def reward_model_scorer(
     return ValueScorer(reward_run, role_layout(cfg, "reward_model", decoder, dtype)), decoder
 
 
-def shared_value_scorer(cfg: RunConfig, dtype: jnp.dtype) -> ValueScorer:
+def shared_value_scorer(
+    cfg: RunConfig, dtype: jnp.dtype, encoder: ImageEncoder | None
+) -> ValueScorer:
     """Values from the value head on the policy's backbone (critic.shared)."""
-    return ValueScorer(cfg, Layout(training_rules(cfg), resharding=None, specs=None, dtype=dtype))
+    layout = Layout(training_rules(cfg), resharding=None, specs=None, dtype=dtype)
+    return ValueScorer(cfg, layout, encoder)

@@ -1,6 +1,7 @@
 """The roles of training: the policy, the scorers of logprobs and values, and a separate critic."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxrl.config.keys import RunConfig
 from jaxrl.layout import role_layout, training_rules
 from jaxrl.learner.critic import Critic, ValueScorer, make_critic, shared_value_scorer
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
 from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.scorer import Scorer
@@ -36,6 +38,7 @@ class Learner:
     ref_decoder: DecoderConfig  # config of the reference model
     value_scorer: ValueScorer | None  # None if the algorithm needs no values
     critic: Critic | None  # separate critic; None if the value head shares the policy's backbone
+    encoder: ImageEncoder | None  # None for a run without images
     abstract: TrainState  # shapes, dtypes and shardings of the policy's state
 
 
@@ -47,11 +50,13 @@ def make_learner(
     total_steps: int,
     backbones: Mapping[str, DecoderConfig],
     critic_folder: Path = Path(),
+    encoder: ImageEncoder | None = None,
 ) -> Learner:
     """The learner of a policy, for a run or its plan; training's mesh is the current one.
 
     `backbones` has the shapes of "critic" and "teacher", if the run has them. Only loading the
-    critic reads its folder. Raises ValueError if the state or a layout is invalid.
+    critic reads its folder. `encoder` computes the features of images, if the run has any. Raises
+    ValueError if the state or a layout is invalid.
     """
     rules, mesh, specs = training_rules(cfg), jax.sharding.get_mesh(), decoder_specs(decoder)
     trained = split(specs)[0]
@@ -60,11 +65,11 @@ def make_learner(
     optimizer = make_optimizer(cfg.learner, n_updates, trained, rules)
     critic = value_scorer = None
     if "score" in decoder.heads:
-        value_scorer = shared_value_scorer(cfg, dtype)
+        value_scorer = shared_value_scorer(cfg, dtype, encoder)
     elif cfg.has_critic:
-        critic = make_critic(cfg, critic_folder, backbones["critic"], dtype, total_steps)
+        critic = make_critic(cfg, critic_folder, backbones["critic"], dtype, total_steps, encoder)
         value_scorer = critic.scorer
-    scorer, ref_scorer, ref_decoder = make_scorers(cfg, decoder, dtype, backbones)
+    scorer, ref_scorer, ref_decoder = make_scorers(cfg, decoder, dtype, backbones, encoder)
     make = make_update if "vocab" in decoder.heads else make_value_update
     offload = "optimizer" in cfg.learner.offload
     return Learner(
@@ -72,12 +77,13 @@ def make_learner(
         n_ranks=rules.n_shards("batch"),
         total_steps=total_steps,
         optimizer=optimizer,
-        update=make(cfg, optimizer, rules),
+        update=make(cfg, optimizer, rules, encoder),
         scorer=scorer,
         ref_scorer=ref_scorer,
         ref_decoder=ref_decoder,
         value_scorer=value_scorer,
         critic=critic,
+        encoder=encoder,
         abstract=abstract_state(specs, dtype, optimizer, rules, mesh, offload=offload),
     )
 
@@ -98,16 +104,18 @@ def make_scorers(
     decoder: DecoderConfig,
     dtype: jnp.dtype,
     backbones: Mapping[str, DecoderConfig],
+    encoder: ImageEncoder | None,
 ) -> tuple[Scorer, Scorer, DecoderConfig]:
     """(policy scorer, reference scorer, config of the reference model)."""
     restricted = cfg.algorithm.keep_sampling_mask
     layout = role_layout(cfg, "score", decoder, dtype)
     replay = cfg.learner.router_replay
-    scorer = ref_scorer = Scorer(cfg, layout, cfg.score, restricted=restricted, replay=replay)
+    make = functools.partial(Scorer, cfg, encoder=encoder)
+    scorer = ref_scorer = make(layout, cfg.score, restricted=restricted, replay=replay)
     ref_decoder = dataclasses.replace(decoder, lora=None)
     if cfg.algorithm.teacher:
         ref_decoder = for_platform(cfg, backbones["teacher"], target_platform())[1]
     if cfg.ref != cfg.score or ref_decoder != decoder or restricted or cfg.learner.replays:
         ref_layout = role_layout(cfg, "ref", ref_decoder, dtype)
-        ref_scorer = Scorer(cfg, ref_layout, cfg.ref, of_training=shares_base(cfg))
+        ref_scorer = make(ref_layout, cfg.ref, of_training=shares_base(cfg))
     return scorer, ref_scorer, ref_decoder

@@ -14,6 +14,7 @@ from jaxrl.data.packing import empty_batch
 from jaxrl.data.routing import all_experts, join_packed_experts
 from jaxrl.data.support import join_packed
 from jaxrl.layout import Layout, training_rules
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.step import call_queue, make_score, put_batch, take_tokens
 from jaxrl.models.router_replay import routing_shape
 from jaxrl.runtime.flat_program import flatten
@@ -32,13 +33,16 @@ class Scorer:
         restricted: bool = False,
         of_training: bool = False,
         replay: str = "off",
+        encoder: ImageEncoder | None = None,
     ):
         """`restricted`: under the supports of the batches.
 
         `of_training`: all parameters are given in training's layout; calls reshard them. `replay`
         is learner.router_replay, for the policy: it records experts (R2) or gets them (R3).
+        `encoder` has the features of images.
         """
         self.layout, self.restricted, self.of_training = layout, restricted, of_training
+        self._encoder = encoder
         self.records, self.replays = replay == "R2", replay == "R3"
         self.score = make_score(cfg, layout.rules, records=self.records)
         self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
@@ -99,7 +103,11 @@ class Scorer:
         found: dict[int, tuple[np.ndarray, ...]] = {}
         n_vocab, flat = params.cfg.V if self.restricted else 0, flatten(params)
         put = functools.partial(
-            put_batch, rules=self.layout.rules, n_vocab=n_vocab, routing=self.routing(params)
+            put_batch,
+            rules=self.layout.rules,
+            n_vocab=n_vocab,
+            routing=self.routing(params),
+            encoder=self._encoder,
         )
 
         def read(group: list[int], n_joined: int, kept: list[jax.Array]) -> None:

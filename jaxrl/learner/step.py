@@ -16,6 +16,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.routing import to_array
 from jaxrl.data.support import to_bits
 from jaxrl.learner.host_gradients import add_gradients
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.loss import (
     MicroBatchLoss,
     count_tokens,
@@ -65,27 +66,38 @@ class GradSums:
 
 
 def put_batch(
-    batch: Batch, rules: Rules, n_vocab: int = 0, routing: tuple[int, int] | None = None
+    batch: Batch,
+    rules: Rules,
+    n_vocab: int = 0,
+    routing: tuple[int, int] | None = None,
+    encoder: ImageEncoder | None = None,
 ) -> Batch:
     """Puts a host batch onto the mesh, rows sharded over the data-parallel axes.
 
     Tokens are in the order of the rules (zig-zag for ring attention). Every process passes the
     whole batch. The supports become bitsets of `n_vocab` ids, or are left out if it is 0; the
-    experts become arrays of the shape `routing` per token, or are left out without one.
+    experts become arrays of the shape `routing` per token, or are left out without one. With an
+    `encoder` the batch has features of images, all zero where it has none.
     """
-    return sharding.put_batch(for_device(batch, n_vocab, routing), rules)
+    check_images(batch, encoder)
+    if encoder is None:
+        return sharding.put_batch(for_device(batch, n_vocab, routing), rules)
+    batch = encoder.put(batch, rules)
+    rest = for_device(dataclasses.replace(batch, images=None), n_vocab, routing)
+    return dataclasses.replace(sharding.put_batch(rest, rules), images=batch.images)
+
+
+def check_images(batch: Batch, encoder: ImageEncoder | None) -> None:
+    """Raises ValueError for images without a tower that computes their features."""
+    if batch.images is not None and encoder is None:
+        raise ValueError(
+            "the samples have images, and this model has no vision tower; use a model with one, "
+            "or leave out the images of the dataset"
+        )
 
 
 def for_device(batch: Batch, n_vocab: int = 0, routing: tuple[int, int] | None = None) -> Batch:
-    """A host batch whose supports and experts are arrays, as in `put_batch`.
-
-    Raises NotImplementedError for images, whose features a vision tower computes.
-    """
-    if batch.images is not None:
-        raise NotImplementedError(
-            "training on images is not supported yet: no vision tower computes their features; "
-            "leave out the images of the dataset"
-        )
+    """A host batch whose supports and experts are arrays, as in `put_batch`."""
     shape = batch.tokens.shape
     return dataclasses.replace(
         batch,
@@ -139,14 +151,19 @@ class Update:
     """
 
     def __init__(
-        self, cfg: RunConfig, optimizer: Optimizer, rules: Rules, objective: MicroBatchLoss
+        self,
+        cfg: RunConfig,
+        optimizer: Optimizer,
+        rules: Rules,
+        objective: MicroBatchLoss,
+        encoder: ImageEncoder | None = None,
     ):
         self._gradients = functools.partial(loss_gradients, objective, cfg=cfg, rules=rules)
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0
         self._bias_rate = cfg.learner.router_bias_rate
         self._restricts = cfg.algorithm.keep_sampling_mask
-        self.put = functools.partial(put_batch, rules=rules)
+        self.put = functools.partial(put_batch, rules=rules, encoder=encoder)
         # Changing coefficients are array arguments: as constants they would recompile every step.
         self._adapts = adapts_coefs(cfg)
         self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
@@ -373,11 +390,15 @@ def _zero_balance(params: Tree, extra_weight: jax.Array, *, replays: bool) -> Ba
     return Balance(no_load(params.cfg, replays=replays), extra_weight)
 
 
-def make_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
+def make_update(
+    cfg: RunConfig, optimizer: Optimizer, rules: Rules, encoder: ImageEncoder | None = None
+) -> Update:
     """Update of the policy; `optimizer` must be the one that made the train state."""
-    return Update(cfg, optimizer, rules, policy_objective)
+    return Update(cfg, optimizer, rules, policy_objective, encoder)
 
 
-def make_value_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
+def make_value_update(
+    cfg: RunConfig, optimizer: Optimizer, rules: Rules, encoder: ImageEncoder | None = None
+) -> Update:
     """Update of a separate critic; `cfg` is `RunConfig.critic_run`."""
-    return Update(cfg, optimizer, rules, value_objective)
+    return Update(cfg, optimizer, rules, value_objective, encoder)

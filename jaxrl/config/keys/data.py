@@ -110,6 +110,11 @@ class DataConfig:
         "first start, which resumed starts keep",
     )
 
+    images: bool = key(
+        False,
+        "Read the images of rows, for a model with a vision tower; False = rows with images are "
+        "refused",
+    )
     image_root: str = key(
         "",
         "Folder of the image files that rows name: only files below it are read; '' = rows have "

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.items import ItemMaker, load_items, load_sources
 from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems
 from jaxrl.data.mixing import MixedIterator, most_per_step, shares
@@ -54,7 +53,7 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
     """
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
-        maker = make_prompt_maker(cfg, models.renderer)
+        maker = make_prompt_maker(cfg, models)
         iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
         rewards = open_rewards(session, models, iterator.items, val, own)
         environments = open_environments(cfg, session.stack)
@@ -81,7 +80,7 @@ def open_evaluation_host(session: Session, own: OwnFunctions | None = None) -> H
     """
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
-        prompts = load_val(cfg, make_prompt_maker(cfg, models.renderer))
+        prompts = load_val(cfg, make_prompt_maker(cfg, models))
         rewards = open_rewards(session, models, prompts, [], own)
         environments = open_environments(cfg, session.stack)
     session.progress.status(f"data: {len(prompts)} prompts")
@@ -130,10 +129,10 @@ def check_items(session: Session, iterator: Batches, val: Sequence) -> None:
     check_same_order(iterator.state())
 
 
-def make_prompt_maker(cfg: RunConfig, renderer: ChatRenderer) -> ItemMaker[Prompt]:
+def make_prompt_maker(cfg: RunConfig, models: Models) -> ItemMaker[Prompt]:
     """Makes prompts with the answers that the reward functions need and can match."""
     answer_for = ", ".join(need_answer(cfg.reward.functions))
-    maker = prompt_maker(renderer, cfg.data, answer_for=answer_for)
+    maker = prompt_maker(models.renderer, cfg.data, answer_for=answer_for, images=models.images)
     return with_checked_truths(maker, cfg.reward.functions)
 
 

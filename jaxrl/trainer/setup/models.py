@@ -11,6 +11,7 @@ from jaxrl.checkpoint.checkpointer import complete_steps
 from jaxrl.config.keys import RunConfig, SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.template import prints_date
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.tokenizer import check_same_tokenizer, check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.models.config import DecoderConfig
@@ -24,6 +25,8 @@ from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import adapters
+from jaxrl.models.vision.config import TowerConfig
+from jaxrl.models.vision.towers import folder_tower
 from jaxrl.tracking.progress import Progress
 from sharding import hosts
 
@@ -54,6 +57,8 @@ class Models:
     folders: ModelFolders
     decoder: DecoderConfig  # "auto" values are not resolved yet
     renderer: ChatRenderer
+    images: ImageReader | None  # None: the run has no images
+    tower: TowerConfig | None  # that computes their features
 
 
 def open_models(cfg: RunConfig, progress: Progress) -> Models:
@@ -71,20 +76,33 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         )
     with hosts.raise_together():
         decoder = model_config(policy)
-        renderer = make_renderer(cfg, policy, decoder)
+        renderer, images = open_text(cfg, policy, decoder)
+        tower = folder_tower(policy) if cfg.data.images else None
         if prints_date(renderer.template):
             progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
+        check_one_tower(cfg)
         check_critic(cfg, folders.critic, renderer.tokenizer)
         check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
         check_adapters(cfg, folders, decoder)
-    return Models(folders, decoder, renderer)
+    return Models(folders, decoder, renderer, images, tower)
 
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
     """The policy's tokenizer with the chat template of the config."""
+    return open_text(cfg, folder, decoder)[0]
+
+
+def open_text(
+    cfg: RunConfig, folder: Path, decoder: DecoderConfig
+) -> tuple[ChatRenderer, ImageReader | None]:
+    """(`make_renderer`, the reader of images if data.images asks for one).
+
+    Raises ValueError for a model that reads no images.
+    """
     tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     check_tokenizer(tokenizer, decoder.V)
     data = cfg.data
+    images = ImageReader(folder, tokenizer, data) if data.images else None
     renderer = ChatRenderer(
         tokenizer,
         template=data.chat_template,
@@ -92,10 +110,11 @@ def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatR
         arguments=data.template_kwargs,
         today=data.date,
         special_tokens=data.special_tokens,
+        images=None if images is None else images.placeholders,
     )
     if data.chat_template:  # a checkpoint's own template belongs to its tokenizer
         warn_of_endless_turns(renderer, stop_ids(folder, tokenizer), cfg.rollout.sampling)
-    return renderer
+    return renderer, images
 
 
 def warn_of_endless_turns(
@@ -118,6 +137,20 @@ def warn_of_endless_turns(
 def resolve_optional(key: str, path: str) -> Path | None:
     """The folder of a model other than the policy; None if the key is not set."""
     return resolve_model(path, key=f"config.{key}") if path else None
+
+
+def check_one_tower(cfg: RunConfig) -> None:
+    """Raises ValueError for images with a second model: all read the policy's features."""
+    others = {
+        "critic.path": cfg.critic.path,
+        "algorithm.teacher": cfg.algorithm.teacher,
+        "reward_model.path": cfg.reward_model.path,
+    }
+    if cfg.data.images and (given := next((key for key, path in others.items() if path), "")):
+        raise ValueError(
+            f"config.{given} is another model, and images (config.data.images) are supported with "
+            f"the policy's own vision tower only; leave out config.{given}"
+        )
 
 
 def check_critic(cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

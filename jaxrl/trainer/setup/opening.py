@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.content import check_content, content
-from jaxrl.layout import Layout
+from jaxrl.layout import Layout, training_rules
 from jaxrl.learner.coefficients import Coefficients, initial_coefficients
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.requirements import needs_ref, shares_base
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner, make_learner
@@ -192,6 +193,10 @@ def build_learner(host: HostSide, policy: Policy) -> Learner:
     """
     cfg, folders, iterator = host.session.cfg, host.models.folders, host.iterator
     assert iterator is not None
+    encoder = None
+    if (tower := host.models.tower) is not None:
+        rules = training_rules(cfg)
+        encoder = ImageEncoder(folders.policy, tower, policy.decoder, rules, policy.dtype)
     return make_learner(
         cfg,
         policy.decoder,
@@ -199,6 +204,7 @@ def build_learner(host: HostSide, policy: Policy) -> Learner:
         total_steps=cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs,
         backbones=folders.other_configs(),
         critic_folder=folders.critic,
+        encoder=encoder,
     )
 
 
@@ -249,6 +255,8 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
     checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
     session.stack.callback(checkpoints.close)
     state, saved = load_state(host, devices.policy, learner, checkpoints)
+    if learner.encoder is not None:
+        learner.encoder.load()
     step = saved.get("step", 0)
     contents = {"data.train": content(iterator.items), "data.val": content(host.val)}
     if saved:

@@ -1,0 +1,174 @@
+"""Features of the images of packed micro-batches, by a vision tower that is not trained.
+
+The tower runs once for an image, whatever the number of samples, passes and steps that read it; its
+features are kept in host memory. A micro-batch gets them at the tokens of its images, so that its
+programs have one shape with and without images.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxrl.data.image_places import TEXT, PackedImages, by_axis
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.image_features import ImageFeatures
+from jaxrl.models.vision.config import TowerConfig
+from jaxrl.models.vision.files import load_tower
+from jaxrl.models.vision.patches import PatchRows, n_tokens, pack_patches
+from jaxrl.models.vision.tower import Tower
+from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
+from jaxrl.types import Array, Batch, ImageInput
+from sharding import Rules, hosts, mesh_order, put_batch
+
+KEPT_BYTES = 2**32  # of the features that are kept in host memory
+LEAST_PATCHES = 1024  # of a row of the tower
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedImage:
+    """The features of an image on the host."""
+
+    rows: np.ndarray  # [n_tokens, D]
+    deep: np.ndarray | None = None  # [n_tokens, n, D]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.rows.nbytes + (0 if self.deep is None else self.deep.nbytes)
+
+
+class ImageEncoder:
+    """Computes and keeps features by the tower of a model folder, on the mesh of training."""
+
+    def __init__(
+        self,
+        folder: Path,
+        cfg: TowerConfig,
+        decoder: DecoderConfig,
+        rules: Rules,
+        dtype: jnp.dtype,
+        kept_bytes: int = KEPT_BYTES,
+    ):
+        """`decoder` is the language model's config. The weights are read by `load`."""
+        self.cfg, self.dtype = cfg, dtype
+        self._folder, self._rules, self._mesh = folder, rules, jax.sharding.get_mesh()
+        self._by_axis = any(mixer.rope.mrope_section for mixer in decoder.paged_layers)
+        self._program = FlatProgram(functools.partial(encode, rules=rules))
+        self._tower: FlatTree | None = None
+        self._kept_bytes = kept_bytes
+        self._kept: dict[str, EncodedImage] = {}  # by digest, the one that was read last at the end
+
+    def load(self) -> None:
+        """Reads the weights of the tower to the devices."""
+        with jax.set_mesh(self._mesh):
+            self._tower = flatten(load_tower(self._folder, rules=self._rules, dtype=self.dtype)[1])
+
+    def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
+        """The features of each image. Those that are not kept are computed together."""
+        missing = [image for image in images if image.digest not in self._kept]
+        found = dict(self._kept)
+        for rows, n_patches in self._calls(missing):
+            found |= self._run(rows, n_patches)
+        read = {image.digest: found[image.digest] for image in images}
+        others = {digest: one for digest, one in self._kept.items() if digest not in read}
+        self._kept = _newest(others | read, self._kept_bytes)
+        return [read[image.digest] for image in images]
+
+    def put(self, batch: Batch, rules: Rules) -> Batch:
+        """The host batch with `ImageFeatures` on the current mesh, whose rules are given.
+
+        Its positions by axis are those of text where it has none, if the model has them.
+        """
+        packed = batch.images or PackedImages(np.full(batch.tokens.shape, TEXT, np.int32), ())
+        encoded, places = self.encode(packed.images), mesh_order(packed.index, rules)
+        axes = batch.axis_positions
+        if axes is None and self._by_axis:
+            axes = by_axis(batch.positions)
+        sharding = NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
+
+        def put_rows(tables: Sequence[np.ndarray], *shape: int) -> jax.Array:
+            """[B, T, *shape]; each device gets the rows of its tokens."""
+            table = np.concatenate([np.zeros((1, *shape), self.dtype), *tables])
+            return jax.make_array_from_callback(
+                (*places.shape, *shape), sharding, lambda at: table[places[at[:2]] + 1]
+            )
+
+        n, D = len(self.cfg.deepstack), self.cfg.out_D
+        features = ImageFeatures(
+            rows=put_rows([one.rows for one in encoded], D),
+            is_image=put_batch(packed.index != TEXT, rules),
+            deep=put_rows([one.deep for one in encoded if one.deep is not None], n, D)
+            if n
+            else None,
+        )
+        return dataclasses.replace(batch, images=features, axis_positions=axes)
+
+    def _calls(self, images: Sequence[ImageInput]) -> Iterator[tuple[list[list[ImageInput]], int]]:
+        """(rows of images, patches of a row): a row for each data-parallel rank."""
+        n_rows = self._rules.n_shards("batch")
+        left = sorted({i.digest: i for i in images}.values(), key=_n_patches, reverse=True)
+        while left:
+            n_patches = max(LEAST_PATCHES, 1 << (_n_patches(left[0]) - 1).bit_length())
+            rows: list[list[ImageInput]] = [[] for _ in range(n_rows)]
+            rest = []
+            for image in left:
+                row = min(rows, key=_n_patches_of)
+                fits = _n_patches_of(row) + _n_patches(image) <= n_patches
+                (row if fits else rest).append(image)
+            yield rows, n_patches
+            left = rest
+
+    def _run(self, rows: list[list[ImageInput]], n_patches: int) -> dict[str, EncodedImage]:
+        inputs = pack_patches(self.cfg, rows, n_patches)
+        with jax.set_mesh(self._mesh):
+            found = self._program(self._tower, put_batch(inputs, self._rules))
+        out, *deep = (hosts.host_array(one) for one in found)
+        encoded: dict[str, EncodedImage] = {}
+        for b, images in enumerate(rows):
+            start = 0
+            for image in images:
+                at = slice(start, start + n_tokens(self.cfg, image.grid))
+                if at.stop - start != image.n_tokens:
+                    raise ValueError(
+                        f"an image of the grid {image.grid} has {image.n_tokens} tokens in the "
+                        f"prompt and {at.stop - start} features; use the image processor of "
+                        f"{self._folder}"
+                    )
+                layers = [one[b, at] for one in deep]
+                # Copies, because a slice would keep the whole array.
+                encoded[image.digest] = EncodedImage(
+                    out[b, at].copy(), np.stack(layers, axis=1) if layers else None
+                )
+                start = at.stop
+        return encoded
+
+
+def encode(tower: Tower, rows: PatchRows, *, rules: Rules) -> tuple[Array, ...]:
+    """Features of the tokens of all images, and those for the decoder's first layers."""
+    out, deep = tower(rows, rules=rules)
+    return out, *deep
+
+
+def _n_patches(image: ImageInput) -> int:
+    frames, height, width = image.grid
+    return frames * height * width
+
+
+def _n_patches_of(row: Sequence[ImageInput]) -> int:
+    return sum(map(_n_patches, row))
+
+
+def _newest(kept: dict[str, EncodedImage], n_bytes: int) -> dict[str, EncodedImage]:
+    """The last entries that need at most so many bytes together."""
+    found: dict[str, EncodedImage] = {}
+    for digest, one in reversed(kept.items()):
+        n_bytes -= one.n_bytes
+        if n_bytes < 0:
+            break
+        found[digest] = one
+    return dict(reversed(found.items()))
