@@ -176,6 +176,8 @@ class Demonstration:
     tokens: np.ndarray  # int32 [response_len], stop token included
     loss_mask: np.ndarray  # bool [response_len], True at tokens to learn
     source: str = "default"
+    images: tuple[PlacedImage, ...] = ()  # in the order of their places
+    axis_positions: np.ndarray | None = None  # int32 [3, prompt_len + response_len]
 
     @property
     def n_loss_tokens(self) -> int:

@@ -14,6 +14,7 @@ A row of any file type has one of these forms; other columns are named at the st
   tools      optional: the tools that the chat template offers to the model
 """
 
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -39,12 +40,15 @@ from jaxrl.data.chat.row_messages import (
 )
 from jaxrl.data.chat.turns import MaskedTokens, render_turns
 from jaxrl.data.dropped import Dropped
+from jaxrl.data.images.placeholders import Placeholders
+from jaxrl.data.images.reader import ImageReader, read_images
+from jaxrl.data.images.references import IMAGE_COLUMNS
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
 from jaxrl.json_text import Message
-from jaxrl.types import Demonstration, TrainingSample
+from jaxrl.types import Demonstration, ImageInput, TrainingSample
 
 GIVEN_COLUMNS = tuple(name for name in PROMPT_COLUMNS if name not in CONVERSATION_COLUMNS)
 
@@ -52,15 +56,23 @@ Conversation = tuple[Message, ...]
 
 
 def demonstration_maker(
-    renderer: ChatRenderer, data: DataConfig, *, stop: Sequence[int]
+    renderer: ChatRenderer,
+    data: DataConfig,
+    *,
+    stop: Sequence[int],
+    images: ImageReader | None = None,
 ) -> ItemMaker[Demonstration]:
     """Makes the demonstrations of rows. `stop` are the tokens that end an answer.
+
+    `images` reads the images of rows for the model; None refuses rows with images.
 
     A conversation over max_prompt_len + max_response_len tokens is dropped with
     data.filter_overlong_prompts, loses its end with data.truncation="right", and raises ValueError
     otherwise. So do rows without the required columns.
     """
-    make = functools.partial(make_demonstrations, renderer=renderer, data=data, stop=stop)
+    make = functools.partial(
+        make_demonstrations, renderer=renderer, data=data, stop=stop, images=images
+    )
     return ItemMaker("demonstrations", max_len_text(data), data.columns, make, Usage(_reading))
 
 
@@ -68,11 +80,21 @@ def _reading(row: Mapping[str, Any]) -> Reading:
     """The columns that conversation() reads."""
     if column := columns.first(row, CONVERSATION_COLUMNS):
         names = [n for n in columns_of_prompt(row, column) if n != "history"]
-        return Reading(names, learns=True)
+        return Reading([*names, *IMAGE_COLUMNS], learns=True)
     if is_text(row):
         return Reading([TEXT_COLUMN], note="text has no turns, so all of its tokens are learned")
     prompt = columns_of_prompt(row, columns.first(row, GIVEN_COLUMNS))
-    return Reading([*prompt, completion_column(row)], learns=True)
+    return Reading([*prompt, completion_column(row), *IMAGE_COLUMNS], learns=True)
+
+
+def _message_columns(row: Mapping[str, Any]) -> list[str]:
+    """The columns of the text of a conversation, in their order."""
+    if column := columns.first(row, CONVERSATION_COLUMNS):
+        return [column]
+    if is_text(row):
+        return [TEXT_COLUMN]
+    prompt = columns.first(row, GIVEN_COLUMNS)
+    return ["history", prompt, *("input",) * (prompt == "instruction"), completion_column(row)]
 
 
 def max_len_text(data: DataConfig) -> str:
@@ -87,25 +109,63 @@ def make_demonstrations(
     renderer: ChatRenderer,
     data: DataConfig,
     stop: Sequence[int],
+    images: ImageReader | None = None,
 ) -> list[Demonstration]:
-    """The demonstrations of the rows; the lengths of dropped ones go to `dropped`."""
+    """The demonstrations of the rows; what is left out goes to `dropped`."""
     found: list[Demonstration] = []
-    for row in rows:
+    rows, every = read_images(rows, images, _message_columns, dropped)
+    for row, inputs in zip(rows, every, strict=True):
         if is_text(row.columns):
+            if inputs:
+                raise ValueError(
+                    f"{row.place}: plain text ({TEXT_COLUMN}) with images is not supported; write "
+                    "the row as messages"
+                )
             rendered = [rendered_text(row, renderer, stop)]
         else:
             messages, given = conversation(row.columns, row.place)
             tools = tools_of(row.columns, row.place)
             rendered = rendered_turns(messages, renderer, stop, tools, row.place, given=given)
         for tokens, loss_mask in rendered:
+            shown: Sequence[ImageInput] = ()
+            if places := renderer.images:
+                tokens, loss_mask, shown = _expand(tokens, loss_mask, inputs, places, row.place)
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
                     dropped.lengths.append(len(tokens))
                     continue
+                if places:
+                    places.check_cut(tokens, np.arange(data.max_len), row.place)
                 tokens, loss_mask = _truncate(tokens, loss_mask, row.place, data)
             source = source_of(row.columns)
-            found.append(demonstration(row.number, tokens, loss_mask, source=source))
+            found.append(
+                dataclasses.replace(
+                    demonstration(row.number, tokens, loss_mask, source=source),
+                    **(places.fields(tokens, shown) if places else {}),
+                )
+            )
     return found
+
+
+def _expand(
+    tokens: np.ndarray,
+    loss_mask: np.ndarray,
+    inputs: Sequence[ImageInput],
+    places: Placeholders,
+    row_place: str,
+) -> tuple[np.ndarray, np.ndarray, Sequence[ImageInput]]:
+    """(tokens with all tokens of the images, their loss mask, the images of this sequence).
+
+    A sequence that ends before the last turn has the first images only. The tokens of an image are
+    never learned.
+    """
+    shown = inputs[: int((tokens == places.token).sum())]
+    try:
+        expanded = places.expand(tokens, shown)
+    except ValueError as error:
+        raise ValueError(f"{row_place}: {error}") from error
+    mask = np.repeat(loss_mask, places.n_each(tokens, shown))
+    return expanded, mask & (expanded != places.token), shown
 
 
 def rendered_turns(
@@ -183,6 +243,8 @@ def to_sample(demonstration: Demonstration, advantage: float | None = None) -> T
         loss_mask=d.loss_mask,
         advantages=advantages,
         prompt_id=d.id,
+        images=d.images,
+        axis_positions=d.axis_positions,
     )
 
 

@@ -41,6 +41,7 @@ from jaxrl.data.demonstrations import (
     rendered_turns,
 )
 from jaxrl.data.dropped import Dropped
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
@@ -71,7 +72,12 @@ class Pair:
 
 
 def pair_maker(
-    renderer: ChatRenderer, data: DataConfig, *, stop: Sequence[int], takes_labels: bool = False
+    renderer: ChatRenderer,
+    data: DataConfig,
+    *,
+    stop: Sequence[int],
+    takes_labels: bool = False,
+    images: ImageReader | None = None,
 ) -> ItemMaker[Pair | Labelled]:
     """Makes the pairs of rows. `stop` are the tokens that end an answer.
 
@@ -79,8 +85,13 @@ def pair_maker(
 
     A pair with a conversation over max_prompt_len + max_response_len tokens is dropped with
     data.filter_overlong_prompts and raises ValueError otherwise. So do rows without the required
-    columns.
+    columns, and `images`.
     """
+    if images is not None:
+        raise ValueError(
+            "config.data.images: preference data with images is not supported; images are read in "
+            "RL and supervised fine-tuning. Set data.images=False"
+        )
     make = functools.partial(
         make_pairs, renderer=renderer, data=data, stop=stop, takes_labels=takes_labels
     )

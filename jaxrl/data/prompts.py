@@ -35,7 +35,7 @@ from jaxrl.data.chat.row_messages import (
 )
 from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.placeholders import Placeholders, n_images
-from jaxrl.data.images.reader import ImageReader
+from jaxrl.data.images.reader import ImageReader, read_images
 from jaxrl.data.images.references import IMAGE_COLUMNS
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.sources import columns
@@ -99,7 +99,7 @@ def make_prompts(
 ) -> list[Prompt]:
     """The prompts of the rows, rendered together; what is left out goes to `dropped`."""
     prompts = []
-    rows, found = _with_images(rows, images, dropped)
+    rows, found = read_images(rows, images, _message_columns, dropped)
     asked = [question_of(row.columns, row.place) for row in rows]
     offered = [tools_of(row.columns, row.place) for row in rows]
     rendered = _tokens(rows, asked, offered, renderer, data)
@@ -125,30 +125,10 @@ def make_prompts(
                 extra=_extra(row.columns, used=(question, truth)),
                 is_text=isinstance(row.columns[question], str),
                 tools=tools,
-                **_image_fields(tokens, inputs, renderer.images),
+                **(renderer.images.fields(tokens, inputs) if renderer.images else {}),
             )
         )
     return prompts
-
-
-def _image_fields(
-    tokens: np.ndarray, inputs: Sequence[ImageInput], images: Placeholders | None
-) -> dict[str, Any]:
-    """The fields of a prompt for its images."""
-    if images is None or not inputs:
-        return {}
-    axes = images.axis_positions(tokens, inputs)
-    return dict(images=images.place(tokens, inputs), axis_positions=axes)
-
-
-def _with_images(
-    rows: Sequence[SourceRow], images: ImageReader | None, dropped: Dropped
-) -> tuple[Sequence[SourceRow], Sequence[tuple[ImageInput, ...]]]:
-    """(the rows with the places of their images marked, the images of each row)."""
-    if images is None:
-        return rows, [()] * len(rows)
-    pairs = images.read(rows, _message_columns, dropped)
-    return [row for row, _ in pairs], [inputs for _, inputs in pairs]
 
 
 def _message_columns(row: Mapping[str, Any]) -> list[str]:

@@ -33,7 +33,7 @@ class ValueScorer:
     """Computes the values of packed tokens: a critic's, or the scores of a reward model."""
 
     def __init__(self, cfg: RunConfig, layout: Layout, encoder: ImageEncoder | None = None):
-        self.cfg, self.layout, self._encoder = cfg, layout, encoder
+        self.cfg, self.layout, self.encoder = cfg, layout, encoder
         self.program = make_values(cfg, layout.rules)
         with layout.on_mesh():
             self.n_ranks = layout.rules.n_shards("batch")
@@ -58,7 +58,7 @@ class ValueScorer:
             for one in packed:
                 calls.make_room()
                 on_batch()
-                batch = put_batch(one.batch, rules, encoder=self._encoder)
+                batch = put_batch(one.batch, rules, encoder=self.encoder)
                 values = self.program(params, batch)
                 calls.add(functools.partial(read, values))
         return result

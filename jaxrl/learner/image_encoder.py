@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +87,6 @@ class ImageEncoder:
         """
         packed = batch.images or PackedImages(np.full(batch.tokens.shape, TEXT, np.int32), ())
         encoded, places = self.encode(packed.images), mesh_order(packed.index, rules)
-        axes = batch.axis_positions
-        if axes is None and self._by_axis:
-            axes = by_axis(batch.positions)
         sharding = NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
 
         def put_rows(tables: Sequence[np.ndarray], *shape: int) -> jax.Array:
@@ -106,7 +104,24 @@ class ImageEncoder:
             if n
             else None,
         )
+        axes = self.axis_positions(batch)
         return dataclasses.replace(batch, images=features, axis_positions=axes)
+
+    def abstract(self, n_rows: int, row_len: int, rules: Rules) -> ImageFeatures:
+        """The shapes of what `put` adds to a micro-batch on the current mesh."""
+        mesh, n, D = jax.sharding.get_mesh(), len(self.cfg.deepstack), self.cfg.out_D
+        sharding = NamedSharding(mesh, rules.spec("batch", "time"))
+
+        def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((n_rows, row_len, *shape), dtype, sharding=sharding)
+
+        deep = array(self.dtype, n, D) if n else None
+        return ImageFeatures(array(self.dtype, D), array(bool), deep)
+
+    def axis_positions(self, batch: Batch) -> np.ndarray | None:
+        """int32 [B, T, 3], those of text where the batch has none; None if the model has none."""
+        axes = batch.axis_positions
+        return by_axis(batch.positions) if axes is None and self._by_axis else axes
 
     def _calls(self, images: Sequence[ImageInput]) -> Iterator[tuple[list[list[ImageInput]], int]]:
         """(rows of images, patches of a row): a row for each data-parallel rank."""

@@ -18,6 +18,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.layout import training_rules
 from jaxrl.learner.critic import Critic, ValueScorer
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.requirements import full_kl_in_loss, shares_base
 from jaxrl.learner.roles import Learner
 from jaxrl.learner.scorer import Scorer
@@ -66,6 +67,7 @@ class TrainingProgram:
     n_joined: Sequence[int] = (1,)  # micro-batches of one call, ascending
     n_vocab: int = 0  # ids in the bitsets of supports; 0: the programs read none
     routing: tuple[int, int] | None = None  # shape of a token's experts; None: they read none
+    encoder: ImageEncoder | None = None  # of the features of images; None: they read none
     on_mesh: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     with_pages: bool = False  # runs while the engine has its KV pages
 
@@ -89,7 +91,9 @@ class TrainingProgram:
 
         with self.on_mesh():
             shape, rules = (self.n_ranks * rows, row_len), self.rules
-            batch = abstract_batch(*shape, rules, n_vocab=self.n_vocab, routing=self.routing)
+            batch = abstract_batch(
+                *shape, rules, n_vocab=self.n_vocab, routing=self.routing, encoder=self.encoder
+            )
             lowerings = self.lower(batch)
         return {name: functools.partial(lower_on_mesh, one) for name, one in lowerings.items()}
 
@@ -171,6 +175,7 @@ def _policy_update(models: TrainingModels) -> TrainingProgram:
         offloads=("reference",) if full_kl else (),
         n_vocab=models.update.n_vocab(models.state.params),
         routing=models.update.routing(models.state.params),
+        encoder=models.update.encoder,
     )
 
 
@@ -206,6 +211,7 @@ def _critic_update(critic: Critic) -> TrainingProgram:
         reads={"critic_accumulate": weights, "critic_apply": ("critic", "critic_opt_state")},
         state=state,
         offloads=("critic",),
+        encoder=critic.update.encoder,
         on_mesh=critic.scorer.layout.on_mesh,
     )
 
@@ -239,6 +245,7 @@ def _value_program(
         run=run,
         reads={name: weights},
         offloads=offloads,
+        encoder=scorer.encoder,
         on_mesh=scorer.layout.on_mesh,
     )
 
@@ -291,6 +298,7 @@ def _logp_program(
         n_joined=sorted({scorer.n_least, scorer.n_joined}),
         n_vocab=weights().cfg.V if scorer.restricted else 0,
         routing=scorer.routing(weights()),
+        encoder=scorer.encoder,
         on_mesh=scorer.layout.on_mesh,
     )
 
@@ -318,11 +326,19 @@ def abstract_batch(
     *,
     n_vocab: int = 0,
     routing: tuple[int, int] | None = None,
+    encoder: ImageEncoder | None = None,
 ) -> Batch:
-    """A micro-batch on the current mesh; `n_vocab` and `routing` as in `put_batch`."""
+    """A micro-batch on the current mesh; the other arguments are as in `put_batch`."""
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
 
     def abstract(a: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n_rows, *a.shape[1:]), a.dtype, sharding=sharding)
 
-    return jax.tree.map(abstract, for_device(empty_batch(1, row_len), n_vocab, routing))
+    batch = empty_batch(1, row_len)
+    if encoder is not None:
+        batch = dataclasses.replace(batch, axis_positions=encoder.axis_positions(batch))
+    batch = jax.tree.map(abstract, for_device(batch, n_vocab, routing))
+    if encoder is not None:
+        features = encoder.abstract(n_rows, row_len, rules)
+        batch = dataclasses.replace(batch, images=features)
+    return batch

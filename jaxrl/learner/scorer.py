@@ -42,7 +42,7 @@ class Scorer:
         `encoder` has the features of images.
         """
         self.layout, self.restricted, self.of_training = layout, restricted, of_training
-        self._encoder = encoder
+        self.encoder = encoder
         self.records, self.replays = replay == "R2", replay == "R3"
         self.score = make_score(cfg, layout.rules, records=self.records)
         self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
@@ -107,7 +107,7 @@ class Scorer:
             rules=self.layout.rules,
             n_vocab=n_vocab,
             routing=self.routing(params),
-            encoder=self._encoder,
+            encoder=self.encoder,
         )
 
         def read(group: list[int], n_joined: int, kept: list[jax.Array]) -> None:

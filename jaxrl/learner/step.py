@@ -158,6 +158,7 @@ class Update:
         objective: MicroBatchLoss,
         encoder: ImageEncoder | None = None,
     ):
+        self.encoder = encoder
         self._gradients = functools.partial(loss_gradients, objective, cfg=cfg, rules=rules)
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from jaxrl.data.images.mrope import mrope_positions
 from jaxrl.json_text import Message
@@ -69,9 +69,24 @@ class Placeholders:
                 f"the prompt has {len(places)} image tokens ({self.framed!r}) for {len(images)} "
                 f"images. {_ADVICE}"
             )
+        return np.repeat(tokens, self.n_each(tokens, images))
+
+    def n_each(
+        self, tokens: Int32[np.ndarray, " _"], images: Sequence[ImageInput]
+    ) -> Int[np.ndarray, " _"]:
+        """How often `expand` repeats each token."""
         counts = np.ones(len(tokens), int)
-        counts[places] = [image.n_tokens for image in images]
-        return np.repeat(tokens, counts)
+        counts[tokens == self.token] = [image.n_tokens for image in images]
+        return counts
+
+    def fields(
+        self, tokens: Int32[np.ndarray, " T"], images: Sequence[ImageInput]
+    ) -> dict[str, Any]:
+        """The fields `images` and `axis_positions` of expanded tokens; none without images."""
+        if not images:
+            return {}
+        axes = self.axis_positions(tokens, images)
+        return dict(images=self.place(tokens, images), axis_positions=axes)
 
     def place(
         self, tokens: Int32[np.ndarray, " T"], images: Sequence[ImageInput]
@@ -87,8 +102,8 @@ class Placeholders:
     def axis_positions(
         self, tokens: Int32[np.ndarray, " T"], images: Sequence[ImageInput]
     ) -> Int32[np.ndarray, "3 T"] | None:
-        """Positions by axis of expanded tokens; None without images, or if the model has none."""
-        if not images or not self.merge:
+        """Positions by axis of expanded tokens; None if the model has none."""
+        if not self.merge:
             return None
         grids = [image.grid for image in images]
         return mrope_positions(tokens, grids, image_token=self.token, merge=self.merge)[0]

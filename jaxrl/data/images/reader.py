@@ -78,3 +78,16 @@ class ImageReader:
             raise UnusableImageError(f"{place}: {error}{advice}") from error
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
+
+
+def read_images(
+    rows: Sequence[SourceRow], images: ImageReader | None, columns: MessageColumns, dropped: Dropped
+) -> tuple[Sequence[SourceRow], Sequence[tuple[ImageInput, ...]]]:
+    """(the rows with the places of their images marked, the images of each row).
+
+    As `ImageReader.read`; without a reader the rows as they are, and no images.
+    """
+    if images is None:
+        return rows, [()] * len(rows)
+    pairs = images.read(rows, columns, dropped)
+    return [row for row, _ in pairs], [inputs for _, inputs in pairs]

@@ -13,6 +13,7 @@ from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import PreferenceConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.demonstrations import to_sample
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.preferences import Labelled, Pair, pair_maker
 from jaxrl.planner.programs import OfflineWorkload
@@ -130,9 +131,10 @@ def preference_metrics(
 
 
 def _maker(
-    renderer: ChatRenderer, cfg: RunConfig, *, stop: Sequence[int]
+    renderer: ChatRenderer, cfg: RunConfig, *, stop: Sequence[int], images: ImageReader | None
 ) -> ItemMaker[Pair | Labelled]:
-    return pair_maker(renderer, cfg.data, stop=stop, takes_labels=cfg.preference.loss == "kto")
+    labels = cfg.preference.loss == "kto"
+    return pair_maker(renderer, cfg.data, stop=stop, takes_labels=labels, images=images)
 
 
 DPO = OfflineObjective(

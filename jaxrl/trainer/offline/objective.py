@@ -28,7 +28,7 @@ UNUSED_SECTIONS = (
 class OfflineObjective:
     """An offline training objective, expressed as a policy gradient or value loss."""
 
-    maker: Callable[..., ItemMaker]  # (renderer, cfg, stop=) -> of the items
+    maker: Callable[..., ItemMaker]  # (renderer, cfg, stop=, images=)
     make_samples: Callable[["OfflineRun", Sequence], tuple[list[TrainingSample], dict[str, float]]]
     evaluate: Callable[["OfflineRun", Sequence], dict[str, float]]  # validation items -> val/*
     aggregation: str  # algorithm.aggregation of its loss

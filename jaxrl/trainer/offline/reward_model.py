@@ -65,7 +65,9 @@ def to_sequence(item: Demonstration) -> TrainingSample:
 
 
 REWARD_MODEL = OfflineObjective(
-    maker=lambda renderer, cfg, *, stop: pair_maker(renderer, cfg.data, stop=stop),
+    maker=lambda renderer, cfg, *, stop, images: pair_maker(
+        renderer, cfg.data, stop=stop, images=images
+    ),
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="seq_mean_token_sum",

@@ -37,7 +37,9 @@ def evaluate(run: OfflineRun, items: Sequence[Demonstration]) -> dict[str, float
 
 
 SFT = OfflineObjective(
-    maker=lambda renderer, cfg, *, stop: demonstration_maker(renderer, cfg.data, stop=stop),
+    maker=lambda renderer, cfg, *, stop, images: demonstration_maker(
+        renderer, cfg.data, stop=stop, images=images
+    ),
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="token_mean",

@@ -67,7 +67,7 @@ def open_offline_host(session: Session, maker: Callable[..., ItemMaker]) -> Host
     with hosts.raise_together():
         check_context(cfg, models.decoder)
         stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
-        made = maker(models.renderer, cfg, stop=stop)
+        made = maker(models.renderer, cfg, stop=stop, images=models.images)
         iterator, val = make_iterator(cfg, made), load_val(cfg, made)
     check_items(session, iterator, val)
     return HostSide(session, models, val, iterator)
