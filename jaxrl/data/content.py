@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl.data.digest import digest
 from jaxrl.data.preferences import Labelled, Pair
-from jaxrl.types import Demonstration, Prompt
+from jaxrl.types import Demonstration, PlacedImage, Prompt
 
 Item = Prompt | Demonstration | Pair | Labelled  # one training item
 Content = dict[str, str]  # "rows" and "tokens" -> hash
@@ -71,6 +71,11 @@ def _tokens(item: Item) -> Iterator[bytes]:
     elif isinstance(item, Demonstration):
         arrays = item.prompt_tokens, item.tokens, item.loss_mask
         yield from (*(array.tobytes() for array in arrays), item.source.encode())
+        yield from _digests(item.images)
     else:
         yield item.tokens.tobytes()
-        yield from (image.digest.encode() for image in item.images)
+        yield from _digests(item.images)
+
+
+def _digests(images: Sequence[PlacedImage]) -> Iterator[bytes]:
+    return (placed.image.digest.encode() for placed in images)

@@ -201,7 +201,8 @@ def test_the_content_of_images_is_part_of_the_datas_hash(load, tmp_path):
 def test_a_file_that_changes_during_the_run_is_an_error(load, tmp_path):
     (tmp_path / "a.png").write_bytes(WIDE)
     path = write(tmp_path, {"question": "<image>", "images": ["a.png"]})
-    [image] = load(path, image_root=str(tmp_path))[0].images
+    [placed] = load(path, image_root=str(tmp_path))[0].images
+    image = placed.image
     assert image == dataclasses.replace(image, load=lambda: image.patches)
     (tmp_path / "a.png").write_bytes(encoded(picture(24, 8, 1)))
     with pytest.raises(ValueError, match=r"a\.png has changed"):

@@ -31,7 +31,7 @@ def test_geo3k_becomes_prompts_with_images(load, tmp_path):
     prompts = load(str(tmp_path / "out" / "train.parquet"))
     assert [p.answer for p in prompts] == ["3", "2 \\sqrt { 221 }"]
     assert {p.source for p in prompts} == {"hiyouga/geometry3k"}
-    assert [image.n_tokens for image in prompts[0].images] == [3]
+    assert [placed.image.n_tokens for placed in prompts[0].images] == [3]
     assert "Find x. You FIRST think" in prompts[0].messages[0]["content"]
     assert (prompts[1].extra["split"], prompts[1].extra["index"]) == ("train", 1)
 
