@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl.data.chat.dialects import unread_fields
 from jaxrl.data.dropped import Dropped
+from jaxrl.data.images.references import IMAGE_COLUMNS
 from jaxrl.data.sources.rows import SourceRow, number_rows
 
 _CHUNK = 1024  # rows rendered together
@@ -161,6 +162,8 @@ def _sentences(row: Mapping[str, Any], reading: Reading) -> list[str]:
         if value is None:
             continue
         if name in reading.columns:
+            if name in IMAGE_COLUMNS:  # whose reader refuses what it does not know
+                continue
             fields = unread_fields(value, learns=reading.learns)
             found += [f"{field} in the messages of {name} is not read" for field in sorted(fields)]
         elif name not in _NEUTRAL:

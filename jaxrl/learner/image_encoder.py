@@ -86,15 +86,19 @@ class ImageEncoder:
         Its positions by axis are those of text where it has none, if the model has them.
         """
         packed = batch.images or PackedImages(np.full(batch.tokens.shape, TEXT, np.int32), ())
-        encoded, places = self.encode(packed.images), mesh_order(packed.index, rules)
+        encoded = self.encode(packed.images)
+        places: np.ndarray = mesh_order(packed.index, rules)
         sharding = NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
 
         def put_rows(tables: Sequence[np.ndarray], *shape: int) -> jax.Array:
             """[B, T, *shape]; each device gets the rows of its tokens."""
             table = np.concatenate([np.zeros((1, *shape), self.dtype), *tables])
-            return jax.make_array_from_callback(
-                (*places.shape, *shape), sharding, lambda at: table[places[at[:2]] + 1]
-            )
+
+            def rows_at(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None, "every process passes all rows"
+                return table[places[index[:2]] + 1]
+
+            return jax.make_array_from_callback((*places.shape, *shape), sharding, rows_at)
 
         n, D = len(self.cfg.deepstack), self.cfg.out_D
         features = ImageFeatures(

@@ -149,6 +149,5 @@ def image_visibility(
     stays = image[:, :-1] & image[:, 1:] & (segments[:, 1:] == segments[:, :-1])
     ends = jnp.where(jnp.pad(stays, ((0, 0), (0, 1))), T, places)
     last = as_given(lax.cummin(ends, axis=1, reverse=True))
-    if visibility is None:
-        visibility = jax.tree.map(as_given, separate_segments(segments))
-    return dataclasses.replace(visibility, ahead=last)
+    causal = visibility or jax.tree.map(as_given, separate_segments(segments))
+    return dataclasses.replace(causal, ahead=last)

@@ -75,7 +75,7 @@ def test_config_resolves_for_the_devices_in_its_docstring(name):
 @pytest.mark.parametrize("name", FILES)
 def test_the_docstring_of_a_config_has_its_command(name):
     doc = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text())) or ""
-    programs = {"sft": "sft", "dpo": "dpo", "reward": "reward_model"}
+    programs = {"sft": "sft", "vision": "sft", "dpo": "dpo", "reward": "reward_model"}
     program = programs.get(name.split("_")[0], "train")
     assert f"python -m jaxrl.{program} --config=configs/{name}.py" in doc
     assert importlib.import_module(f"configs.{name}").get_config() is not None
@@ -92,7 +92,7 @@ def abstract_batch(run: RunConfig, mesh) -> Batch:
                 (rows, row_len), jnp.int32 if name in INTS else jnp.float32, sharding=sharding
             )
             for name in Batch.__dataclass_fields__
-            if name not in ("support", "experts")
+            if name not in ("support", "experts", "images", "axis_positions")
         }
     )
 

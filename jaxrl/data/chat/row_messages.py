@@ -13,8 +13,8 @@ from jaxrl.tool_calls.schema import check_tool
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")  # verl's and TRL's names
 _MEDIA_PARTS = ("image", "video", "audio", "input_image", "input_audio")  # how their types begin
 _NO_MEDIA = (
-    "models with vision are not trained yet; remove it if the text alone is the task, else use "
-    "rows without it"
+    "the run reads text; remove it if the text alone is the task. Images are read with "
+    "data.images=True, videos and audio are not"
 )
 
 

@@ -26,7 +26,8 @@ def mrope_positions(
     Raises ValueError if the placeholders are not those of the images, in order.
     """
     of_image = tokens == image_token
-    parts, start, position = [np.zeros((3, 0), np.int64)], 0, 0
+    parts: list[np.ndarray] = [np.zeros((3, 0), np.int64)]
+    start, position = 0, 0
     for i, (time, height, width) in enumerate(grids):
         sizes = time, height // merge, width // merge
         n, places = int(np.prod(sizes)), np.flatnonzero(of_image[start:])

@@ -169,7 +169,7 @@ def log_skipped(folder: Path) -> None:
     skipped = skipped_parts(folder)
     if skipped and hosts.is_main_process():
         parts = ", ".join(f"{part} ({n} tensors)" for part, n in skipped.items())
-        logger.warning("%s: skipped %s; the language model alone is loaded", folder, parts)
+        logger.warning("%s: %s are not loaded with the language model", folder, parts)
 
 
 def log_scheme(folder: Path, base_dtype: str) -> None:

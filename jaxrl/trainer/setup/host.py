@@ -130,7 +130,16 @@ def check_items(session: Session, iterator: Batches, val: Sequence) -> None:
 
 
 def make_prompt_maker(cfg: RunConfig, models: Models) -> ItemMaker[Prompt]:
-    """Makes prompts with the answers that the reward functions need and can match."""
+    """Makes prompts with the answers that the reward functions need and can match.
+
+    Raises ValueError for prompts with images, which the engine does not read yet.
+    """
+    if models.images is not None:
+        raise ValueError(
+            "config.data.images: responses to images cannot be sampled yet; supervised "
+            "fine-tuning (python -m jaxrl.sft) reads images. Set data.images=False, and remove "
+            "the images from the rows if the text alone is the task"
+        )
     answer_for = ", ".join(need_answer(cfg.reward.functions))
     maker = prompt_maker(models.renderer, cfg.data, answer_for=answer_for, images=models.images)
     return with_checked_truths(maker, cfg.reward.functions)
