@@ -10,7 +10,7 @@ picture is in both files. Needs the extra `vision`.
 import argparse
 import io
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def rows(rng: random.Random) -> Iterator[dict[str, Any]]:
         }
 
 
-def draw(colours: list[str], places: tuple[int, ...]) -> bytes:
+def draw(colours: Sequence[str], places: Sequence[int]) -> bytes:
     """A PNG file. A place is the number of a cell of the picture, row by row."""
     picture = Image.new("RGB", (SIZE, SIZE), colours[0])
     brush, cell = ImageDraw.Draw(picture), SIZE // CELLS
