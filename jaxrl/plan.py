@@ -27,7 +27,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.chips import split_name
 from jaxrl.planner.compare import comparison_text
 from jaxrl.planner.compilation import ProgramTooLarge
-from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.model_shape import model_shape, tower_shape
 from jaxrl.planner.option_trials import try_options
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
@@ -95,7 +95,7 @@ def _compiled_plan(
         int(options.get("prompt-len", cfg.data.max_prompt_len)),
         int(options.get("response-len", response_len)),
     )
-    job = _job(cfg, decoder, machine, lengths, options.get("job", "train"))
+    job = _job(cfg, decoder, machine, lengths, options)
     return _search(job, options) if searches else _plan(job), job
 
 
@@ -145,9 +145,13 @@ def _search(job: Job, options: dict[str, str]) -> Plan | None:
 
 
 def _job(
-    cfg: RunConfig, decoder: DecoderConfig, machine: Topology, lengths: Lengths, program: str
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    machine: Topology,
+    lengths: Lengths,
+    options: dict[str, str],
 ) -> Job:
-    """The run with all its models; `program` is "train" or the name of an offline objective."""
+    """The run with all its models; --job is "train" or the name of an offline objective."""
     paths = {
         "critic": ("critic.path", cfg.critic.path),
         "teacher": ("algorithm.teacher", cfg.algorithm.teacher),
@@ -159,9 +163,11 @@ def _job(
         if path
     }
     workload: OfflineWorkload | None = None
-    if objective := OBJECTIVES.get(program):
+    if objective := OBJECTIVES.get(options.get("job", "train")):
         cfg, workload = with_objective(cfg, objective), objective.workload
-    return Job(cfg, decoder, machine, lengths, role_decoders, workload)
+    file = options.get("model-config", "")
+    tower = tower_shape(cfg.model.path, file) if cfg.data.images else None
+    return Job(cfg, decoder, machine, lengths, role_decoders, workload, tower)
 
 
 def _plan(job: Job) -> Plan:

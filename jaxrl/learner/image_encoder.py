@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding
 from jaxrl.data.image_places import TEXT, PackedImages, by_axis
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.image_features import ImageFeatures
+from jaxrl.models.spec import abstract_params
 from jaxrl.models.vision.config import TowerConfig
 from jaxrl.models.vision.files import load_tower
 from jaxrl.models.vision.patches import PatchRows, n_tokens, pack_patches
-from jaxrl.models.vision.tower import Tower
+from jaxrl.models.vision.tower import Tower, tower_specs
 from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
-from jaxrl.types import Array, Batch, ImageInput
+from jaxrl.types import Array, Batch, ImageInput, Tree
 from sharding import Rules, hosts, mesh_order, put_batch
 
 KEPT_BYTES = 2**32  # of the features that are kept in host memory
@@ -68,6 +69,10 @@ class ImageEncoder:
         """Reads the weights of the tower to the devices."""
         with jax.set_mesh(self._mesh):
             self._tower = flatten(load_tower(self._folder, rules=self._rules, dtype=self.dtype)[1])
+
+    def abstract_tower(self) -> Tree:
+        """The shapes of its weights."""
+        return abstract_params(tower_specs(self.cfg), self._rules, self.dtype, self._mesh)
 
     def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
         """The features of each image. Those that are not kept are computed together."""

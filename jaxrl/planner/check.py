@@ -9,6 +9,7 @@ import jax
 from jaxrl.config.keys import RunConfig
 from jaxrl.layout import split_devices
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.vision.config import TowerConfig
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.compilation import ProgramTooLarge, compile_programs
 from jaxrl.planner.estimate import estimate_memory, step_seconds
@@ -38,10 +39,11 @@ def attached_job(
     memory_bytes: int | float,
     role_decoders: Mapping[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
+    tower: TowerConfig | None = None,
 ) -> Job:
     """A run on the devices of the current mesh and of the rollout, with `memory_bytes` each.
 
-    `role_decoders` and `workload` are as in `run_programs`.
+    `role_decoders`, `workload` and `tower` are as in `run_programs`.
     """
     mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
     platform = target_platform()
@@ -58,7 +60,7 @@ def attached_job(
         [*mesh.devices.flatten().tolist(), *rollout],
     )
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
-    return Job(cfg, decoder, machine, lengths, role_decoders or {}, workload)
+    return Job(cfg, decoder, machine, lengths, role_decoders or {}, workload, tower)
 
 
 def check_plan(job: Job) -> Plan:
@@ -88,7 +90,8 @@ def attached_plan(job: Job) -> Plan:
     cfg, machine = job.cfg, job.machine
     mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
     memory_bytes = machine.chip.memory_bytes
-    run = run_programs(cfg, job.decoder, memory_bytes, job.role_decoders, job.workload, rollout)
+    roles, workload = job.role_decoders, job.workload
+    run = run_programs(cfg, job.decoder, memory_bytes, roles, workload, rollout, job.tower)
     programs = compile_programs(run, job.lengths, machine)
     return assemble_plan(run, programs, machine, dict(mesh.shape), job.lengths)
 

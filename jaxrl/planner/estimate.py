@@ -12,6 +12,8 @@ from jaxrl.engine.device.kv_pool import n_state_slots
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
+from jaxrl.models.spec import count_params
+from jaxrl.models.vision.tower import tower_specs
 from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
 from jaxrl.planner.traffic import (
@@ -48,8 +50,8 @@ def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
 
     Weights, optimizer state, master weights and gradients, all sharded; activations that backward
     keeps of each layer; one gathered layer and its gradient, with learner.mlp_chunk the products of
-    a chunk only; a chunk of logits and the head's gradient. Of the update of the policy and that
-    of a critic, the one that needs more.
+    a chunk only; a chunk of logits and the head's gradient; the vision tower. Of the update of the
+    policy and that of a critic, the one that needs more.
     """
     cfg, offload = job.cfg, settings.offload
     policy = model_sizes(job, "policy", settings)
@@ -68,6 +70,9 @@ def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
         else:
             state += critic.held_bytes
         work = max(work, update)
+    if job.tower is not None:
+        n_params = count_params(tower_specs(job.tower))
+        state += policy.item_bytes * n_params / (policy.fsdp * policy.tensor)
     state += ("optimizer" not in offload) * optimizer
     made = 0.0
     if job.rollout_copies(settings.mesh, settings.rollout_tensor):

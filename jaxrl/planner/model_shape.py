@@ -5,6 +5,8 @@ import pathlib
 from jaxrl.config.config_file import shipped_file
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.files.hf_config import read_decoder_config
+from jaxrl.models.vision.config import TowerConfig
+from jaxrl.models.vision.towers import known_tower
 
 SHAPES = shipped_file("configs/shapes")
 
@@ -19,6 +21,15 @@ def model_shape(
     """
     file = _find(pathlib.Path(config_file or path).expanduser(), bool(config_file), option)
     return read_decoder_config(file)
+
+
+def tower_shape(path: str, config_file: str = "") -> TowerConfig:
+    """The vision tower of the model, whose config.json is found as `model_shape` finds it.
+
+    Raises ValueError if the model has no tower that is known.
+    """
+    found = pathlib.Path(config_file or path).expanduser()
+    return known_tower(_find(found, bool(config_file), "--model-config"))
 
 
 def _find(path: pathlib.Path, explicit: bool, option: str) -> pathlib.Path:

@@ -11,6 +11,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.mesh_check import check_mesh
+from jaxrl.models.vision.config import TowerConfig
 from jaxrl.planner.calibration import factors_of, round_seconds
 from jaxrl.planner.call_times import compiler_seconds, roofline, serial_seconds
 from jaxrl.planner.chips import Chip
@@ -140,16 +141,17 @@ def make_plan(
     *,
     role_decoders: Mapping[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
+    tower: TowerConfig | None = None,
     lengths: Lengths | None = None,
     like: Plan | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Plan:
     """Compiles the run's programs for `machine` and plans its memory and time.
 
-    `role_decoders` and `workload` are as in `run_programs`. `lengths` are those of an average
-    sequence (default: the maxima). `like` is a plan of the same run with another `learner.xla`: its
-    programs that do not read that are not compiled again. Raises ValueError if the mesh does not
-    match the number of devices or does not divide the model.
+    `role_decoders`, `workload` and `tower` are as in `run_programs`. `lengths` are those of an
+    average sequence (default: the maxima). `like` is a plan of the same run with another
+    `learner.xla`: its programs that do not read that are not compiled again. Raises ValueError if
+    the mesh does not match the number of devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     devices, rollout = sides(cfg, machine)
@@ -157,7 +159,7 @@ def make_plan(
     check_mesh(decoder, mesh.shape, training_rules(cfg))
     with jax.set_mesh(mesh):
         memory_bytes = machine.chip.memory_bytes
-        run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
+        run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout, tower)
         known = {} if like is None else like.programs
         programs = compile_programs(run, lengths, machine, on_start, known)
     plan = assemble_plan(run, programs, machine, dict(mesh.shape), lengths)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +17,12 @@ from jaxrl.layout import (
     Layout,
     check_idle_policy,
     rollout_layout,
+    training_rules,
     worker_layout,
     worker_mesh,
 )
 from jaxrl.learner.critic import reward_model_scorer
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.programs import (
     Lower,
     TrainingModels,
@@ -37,6 +40,7 @@ from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import with_adapters, without_adapters
+from jaxrl.models.vision.config import TowerConfig
 from jaxrl.planner.rollout_devices import n_copies
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.types import Tree
@@ -91,7 +95,7 @@ class RunPrograms:
     decoder: DecoderConfig
     table: dict[str, PlannedProgram]  # in the order in which they are compiled
     # State on the devices throughout: params, base (frozen weights below adapters), opt_state,
-    # ref, critic, critic_base, critic_opt_state, reward_model.
+    # ref, critic, critic_base, critic_opt_state, reward_model, tower.
     resident: dict[str, int]
     # State in host memory: opt_state, ref, critic, critic_base, critic_opt_state, reward_model, and
     # the larger of the sums of gradients that the updates of policy and critic have in turn.
@@ -119,13 +123,15 @@ def run_programs(
     role_decoders: Mapping[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
     rollout_devices: Sequence[Any] = (),
+    tower: TowerConfig | None = None,
 ) -> RunPrograms:
     """The programs of a run at their largest declared shapes, on the current mesh.
 
     The rollout's programs are on `rollout_devices` if there are some: the devices of one process or
     rollout worker, which a run with workers may leave out. `role_decoders` has the shapes
     of "critic" (a separate backbone), "teacher" and "reward_model"; the default is the policy's.
-    With `workload` the run is offline training instead of RL.
+    With `workload` the run is offline training instead of RL. `tower` computes the features of
+    images, between other programs and with less memory than they need.
 
     The KV pool has all pages that the run could fill if they fit in half of the memory that the
     state leaves free. A run that fits then uses exactly the programs that its plan compiled.
@@ -138,7 +144,7 @@ def run_programs(
         cfg, _ = with_router_replay(cfg, decoder, target_platform())
     else:
         decoder = dataclasses.replace(decoder, heads=workload.heads)
-    models, layouts = _models(cfg, decoder, roles, dtype, workload)
+    models, layouts = _models(cfg, decoder, roles, dtype, workload, tower)
     params = models.state.params
     rows = training_programs(models)
     table = {
@@ -149,6 +155,8 @@ def run_programs(
     state = {name: tree for row in rows for name, tree in row.state.items()}
     if models.kl_params is not None and not shares_base(cfg):
         state["ref"] = models.kl_params
+    if (encoder := models.update.encoder) is not None:
+        state["tower"] = encoder.abstract_tower()
     resident = {name: bytes_per_device(tree) for name, tree in state.items()}
     on_host = {"opt_state": 0, "gradients": _sums_on_host(models)} | {
         name: host_bytes_per_device(tree) for name, tree in state.items() if "opt_state" in name
@@ -181,10 +189,13 @@ def _models(
     roles: Mapping[str, DecoderConfig],
     dtype: jnp.dtype,
     workload: OfflineWorkload | None,
+    tower: TowerConfig | None,
 ) -> tuple[TrainingModels, dict[str, Layout]]:
     """The models of training with abstract weights; the layouts in which logprobs are scored."""
     steps, mesh = cfg.total_steps or 10**6, jax.sharding.get_mesh()
-    learner = make_learner(cfg, decoder, dtype, total_steps=steps, backbones=roles)
+    rules = training_rules(cfg)
+    encoder = None if tower is None else ImageEncoder(Path(), tower, decoder, rules, dtype)
+    learner = make_learner(cfg, decoder, dtype, total_steps=steps, backbones=roles, encoder=encoder)
     layouts = {"score": learner.scorer.layout, "reference": learner.ref_scorer.layout}
     if shares_base(cfg):
         ref_params = without_adapters(learner.abstract.params)

@@ -120,6 +120,7 @@ ROLES = {  # state of a run -> what it is, and how to make it smaller
         "learner.offload=optimizer, mesh.fsdp, learner.zero=1",
     ),
     "reward_model": ("reward model", "learner.offload=reward_model, a smaller reward_model.path"),
+    "tower": ("vision tower", "mesh.fsdp"),
 }
 
 

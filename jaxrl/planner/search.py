@@ -180,6 +180,7 @@ def plan_candidate(job: Job, candidate: Candidate, like: Plan | None = None) -> 
         job.machine,
         role_decoders=job.role_decoders,
         workload=job.workload,
+        tower=job.tower,
         lengths=job.lengths,
         like=like,
     )

@@ -19,6 +19,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.kv_cache import page_bytes, slot_bytes
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params, is_spec, map_specs
+from jaxrl.models.vision.config import TowerConfig
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.topology import Topology
@@ -30,7 +31,7 @@ from sharding import abstract_mesh, bytes_per_device
 class Job:
     """A run to plan: its models, the average sequence, and the machine.
 
-    `role_decoders` and `workload` are as in `run_programs`.
+    `role_decoders`, `workload` and `tower` are as in `run_programs`.
     """
 
     cfg: RunConfig
@@ -39,6 +40,7 @@ class Job:
     lengths: Lengths
     role_decoders: Mapping[str, DecoderConfig] = dataclasses.field(default_factory=dict)
     workload: OfflineWorkload | None = None
+    tower: TowerConfig | None = None
     _facts: dict[str, "ModelFacts"] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -6,6 +6,7 @@ report.py and topology.py. tests/trainer/test_plan_check.py covers check.py.
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -24,12 +25,14 @@ from jaxrl.engine.api import Request
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout, worker_mesh
+from jaxrl.models.spec import is_spec
+from jaxrl.models.vision.tower import tower_specs
 from jaxrl.planner import topology as topologies
 from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.planner.compilation import compile_programs, machine_note, trip_counts
 from jaxrl.planner.compiled.timeline import Collective, collective_seconds
 from jaxrl.planner.memory import divide_memory, live_bytes
-from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.model_shape import model_shape, tower_shape
 from jaxrl.planner.options import read
 from jaxrl.planner.plan import (
     Plan,
@@ -148,6 +151,30 @@ def test_jobs_without_a_plan_are_rejected(words, message):
     config = f"--config={ROOT / 'configs' / 'sft_gsm8k.py'}"
     with pytest.raises(SystemExit, match=message):
         read([config, "--topology=cpu:8", *words])
+
+
+def test_the_tower_and_features_of_images_are_counted():
+    text = model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
+    cfg, workload = (
+        run(algorithm__kl_coef=0.0, mesh__tensor=1, mesh__replica=2),
+        OfflineWorkload(1, False, False),
+    )
+    tower = tower_shape(str(ROOT / "tests/models/vision/golden/qwen3_vl"))
+    tower = dataclasses.replace(tower, out_D=text.D)
+    with jax.set_mesh(make_mesh(topology("cpu:8").devices, fsdp=4, replica=2)):
+        plain, seen = (
+            run_programs(cfg, text, 1e9, workload=workload, tower=one) for one in (None, tower)
+        )
+        lowered = [one.table["accumulate"].lower().in_avals for one in (plain, seen)]
+    specs = jax.tree.leaves(tower_specs(tower), is_leaf=is_spec)
+    n_params = sum(math.prod(s.shape) // (4 if "w_embed" in s.axes else 1) for s in specs)
+    assert seen.resident == plain.resident | {"tower": 4 * n_params}
+    sizes = [[a.shape for a in jax.tree.leaves(avals)] for avals in lowered]
+    rows, T = cfg.learner.shapes[-1]
+    n, D = len(tower.deepstack), tower.out_D
+    B = 8 * rows
+    more = [(B, T, D), (B, T), (B, T, n, D), (B, T, 3)]
+    assert sorted(sizes[1]) == sorted([*sizes[0], *more])
 
 
 def test_state_bytes_follow_from_the_parameter_table(plan):

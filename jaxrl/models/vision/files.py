@@ -19,7 +19,7 @@ from jaxrl.models.files.weight_files import add_once, all_tensors
 from jaxrl.models.spec import hf_names, is_spec, map_specs
 from jaxrl.models.vision.config import TowerConfig
 from jaxrl.models.vision.tower import Tower, tower_specs
-from jaxrl.models.vision.towers import TOWERS, folder_tower
+from jaxrl.models.vision.towers import known_tower
 from sharding import Rules
 
 # Parts of an image-and-text model, by the start of their names.
@@ -39,12 +39,7 @@ def load_tower(
     Raises ValueError, listing the names, for missing, unexpected or misshaped tensors, and for a
     model without a tower.
     """
-    cfg = folder_tower(folder)
-    if cfg is None:
-        raise ValueError(
-            f"{folder} has no vision tower of a known kind; model types with one: "
-            f"{', '.join(TOWERS)}"
-        )
+    cfg = known_tower(folder)
     specs, tensors, mesh = tower_specs(cfg), tower_files(folder), jax.sharding.get_mesh()
     expected = {n: s.hf_shape for s in jax.tree.leaves(specs, is_leaf=is_spec) for n in hf_names(s)}
     found = {name: tensors[common_name(name)] for name in expected if common_name(name) in tensors}

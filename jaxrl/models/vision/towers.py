@@ -25,7 +25,19 @@ def folder_tower(folder: str | Path) -> TowerConfig | None:
 
     Raises ValueError, with the file's name, for entries that are not understood.
     """
-    path = config_path(folder)
+    return _read_tower(config_path(folder))
+
+
+def known_tower(path: Path) -> TowerConfig:
+    """The tower of a model folder or config.json. Raises ValueError if it has no known one."""
+    if (cfg := _read_tower(config_path(path) if path.is_dir() else path)) is None:
+        raise ValueError(
+            f"{path} has no vision tower of a known kind; model types with one: {', '.join(TOWERS)}"
+        )
+    return cfg
+
+
+def _read_tower(path: Path) -> TowerConfig | None:
     config = read_object(path, ADVICE)
     if not config.get("vision_config") or config.get("model_type") not in TOWERS:
         return None

@@ -79,7 +79,14 @@ def open_plan(
     session, cfg = host.session, host.session.cfg
     roles = host.models.folders.other_configs() if workload is None else None
     memory, plan = device_memory(), None
-    job = attached_job(cfg, policy.decoder, memory or physical_memory(), roles, workload)
+    job = attached_job(
+        cfg,
+        policy.decoder,
+        memory or physical_memory(),
+        roles,
+        workload,
+        host.models.tower,
+    )
     if cfg.plan_check and memory is not None:
         with session.progress.waiting("planning: compiling all programs"):
             plan = check_plan(job)

@@ -26,7 +26,7 @@ from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import adapters
 from jaxrl.models.vision.config import TowerConfig
-from jaxrl.models.vision.towers import TOWERS, folder_tower
+from jaxrl.models.vision.towers import known_tower
 from jaxrl.tracking.progress import Progress
 from sharding import hosts
 
@@ -77,7 +77,7 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
     with hosts.raise_together():
         decoder = model_config(policy)
         renderer, images = open_text(cfg, policy, decoder)
-        tower = open_tower(policy) if cfg.data.images else None
+        tower = known_tower(policy) if cfg.data.images else None
         if prints_date(renderer.template):
             progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
         check_one_tower(cfg)
@@ -85,16 +85,6 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
         check_adapters(cfg, folders, decoder)
     return Models(folders, decoder, renderer, images, tower)
-
-
-def open_tower(folder: Path) -> TowerConfig:
-    """The config of the model's vision tower. Raises ValueError if it has no known one."""
-    if (tower := folder_tower(folder)) is None:
-        raise ValueError(
-            f"{folder} has no vision tower that is known, and the run reads images "
-            f"(config.data.images); models with one: {', '.join(TOWERS)}"
-        )
-    return tower
 
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
