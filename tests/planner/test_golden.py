@@ -15,17 +15,12 @@ OLD = {
     "boba_7b.v5p-4x4x4",
     "grpo_1p5b.v5e-2x4",
     "grpo_30b_a3b.v5p-4x4x4",
-    "grpo_30b_a3b_h100.h100-64",
     "grpo_70b_longctx.v5p-4x4x4",
     "grpo_70b_longctx.v5p-4x8x8",
-    "grpo_72b_lora.h100-8",
     "grpo_7b.v5e-2x4",
     "grpo_7b.v5p-4x4x4",
     "grpo_qwen3_5_35b_a3b.v5p-4x4x4",
-    "grpo_qwen3_5_35b_a3b_h100.h100-64",
-    "grpo_qwen3_5_35b_a3b_lora.h100-8",
     "grpo_qwen3_5_9b.v5p-4x4x2",
-    "grpo_qwen3_5_9b_h100.h100-8",
 }
 CPU_MINUTE = [  # of compilation each; the others take minutes
     pytest.param("grpo_7b.h100-1", "jax_cuda13_plugin", marks=pytest.mark.thorough),
