@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.config import AttentionConfig, DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
+from jaxrl.models.layers.memory_order import row_major, row_major_gradient
 from jaxrl.models.layers.norms import RMSNorm, rms_options, unit_rms
 from jaxrl.models.layers.rope import growing_queries, rotate
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
@@ -73,17 +74,19 @@ class Attention(nnx.Module):
         self.sinks = nnx.data(sinks)
 
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
-        q, k, v, *gates = self._project(x, rules)
+        # Sums with a bias are stored with tokens minor anyway, and copied twice.
+        heads_first = rows.heads_first and not self.cfg.qkv_bias
+        q, k, v, *gates = self._project(x, heads_first, rules)
         gate = gates[0] if gates else None
         assert q is not None
         if self.cfg.gate and gate is None:
             q, gate = jnp.split(q, 2, axis=-1)
         q = self._normed(self.q_norm, q, "heads", rules)
         assert place.rotation is not None
-        q = rotate(q, positions, place.rotation)
+        q = rotate(q, positions, place.rotation, heads_first=heads_first)
         if k is not None:
             k = self._normed(self.k_norm, k, "kv_heads", rules)
-            k = rotate(k, positions, place.rotation)
+            k = rotate(k, positions, place.rotation, heads_first=heads_first)
         if v is not None and self.v_eps is not None:
             v = unit_rms(prevent_norm_fusion(v), self.v_eps).astype(v.dtype)
         if self.cfg.rope.query_growth:
@@ -92,23 +95,31 @@ class Attention(nnx.Module):
             k, v, state = rows.share(k, v, self.cfg.shared, state)
         spec = self.cfg.spec(rules)
         out, state = rows.attend(q, k, v, spec, window, place.cache, state, self.sinks)
+        if heads_first:
+            out = row_major_gradient(out)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return checkpoint_name(self.o(out, rules), "o"), state
 
-    def _project(self, x, rules: Rules) -> Sequence[jax.Array | None]:
+    def _project(self, x, heads_first: bool, rules: Rules) -> Sequence[jax.Array | None]:
         """Queries, with their gates if they are in q_proj, keys, values, and separate gates.
 
-        Keys and values are None if they are those of an earlier layer.
+        Keys and values are None if they are those of an earlier layer. With `heads_first`
+        products are stored for kernels that read heads first (memory_order.py).
         """
+
+        def products(*linears: Linear) -> list[jax.Array]:
+            ys = apply_linears(x, *linears, rules=rules)
+            return checkpoint_name([row_major(y) for y in ys] if heads_first else ys, "qkv")
+
         if self.qkv is None:
             found = [self.q, self.k, self.v, self.gate]
             linears = [linear for linear in found if linear is not None]
-            outs = iter(checkpoint_name(apply_linears(x, *linears, rules=rules), "qkv"))
+            outs = iter(products(*linears))
             q, k, v, *gate = [None if linear is None else next(outs) for linear in found]
             return q, k, k if v is None else v, *filter(lambda a: a is not None, gate)
         H, width = self.cfg.H, self.cfg.N // self.cfg.K * self.cfg.H
-        y = checkpoint_name(self.qkv(x, rules), "qkv")
+        (y,) = products(self.qkv)
         q, k, v = jnp.split(y, (width, width + H), axis=-1)
         shape, out = (*y.shape[:2], self.cfg.N, H), rules.spec("batch", "time", "heads", None)
         return jnp.reshape(q, shape, out_sharding=out), k, v

@@ -1,0 +1,68 @@
+"""Packed rows of TPU, whose projections are stored for splash attention, have the same numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.config import DecoderConfig, uniform_decoder
+from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.layers import rope
+from jaxrl.models.packed import PackedRows, forward_packed
+from jaxrl.models.spec import init_params
+from sharding import PIPELINE, TRAIN, Rules, make_mesh
+from tests.models.test_remat import operations
+
+T = 16
+
+
+def tiny(family: str, L: int = 1, **options) -> DecoderConfig:
+    return uniform_decoder(family, L=L, D=32, N=4, K=2, H=8, F=32, V=64, tied=True, **options)
+
+
+def loss(model: Decoder, rules: Rules = TRAIN) -> jax.Array:
+    tokens = jnp.arange(2 * T, dtype=jnp.int32).reshape(2, T)
+    hidden = forward_packed(model, tokens, jnp.ones_like(tokens), tokens % T, rules=rules)
+    return jnp.sum(hidden.astype(jnp.float32) ** 2)
+
+
+def new_model(cfg: DecoderConfig, rules: Rules = TRAIN) -> Decoder:
+    return init_params(jax.random.key(0), decoder_specs(cfg), rules, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "rules", "sizes"),
+    [
+        (tiny("qwen3", qk_norm=True), TRAIN, dict(fsdp=2, tensor=2)),
+        pytest.param(
+            dataclasses.replace(tiny("llama", L=2), stacked=True),
+            PIPELINE,
+            dict(fsdp=2, stage=2),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_rows_with_heads_first_have_the_same_bits(cfg, rules, sizes, monkeypatch):
+    """Loss and gradients, with rope as on TPU."""
+    monkeypatch.setattr(rope, "target_platform", lambda: "tpu")
+    results = []
+    with jax.set_mesh(make_mesh(jax.devices()[:4], **sizes)):
+        model = new_model(cfg, rules)
+        for first in (False, True):
+            monkeypatch.setattr(PackedRows, "heads_first", first)
+            results.append(jax.jit(jax.value_and_grad(lambda model: loss(model, rules)))(model))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_only_products_of_tpu_without_biases_are_stored_in_another_order(one_device, monkeypatch):
+    def n_constraints(cfg: DecoderConfig) -> int:
+        return operations(jax.grad(loss), new_model(cfg))["layout_constraint"]
+
+    plain, biased = tiny("llama"), tiny("qwen2", qkv_bias=True)
+    assert n_constraints(plain) == 0
+    monkeypatch.setattr(PackedRows, "heads_first", True)
+    # q, k and v and their gradients, and the gradient of attention's output
+    assert n_constraints(plain) == 2 * 3 + 1
+    assert n_constraints(biased) == 0
