@@ -16,8 +16,8 @@ rollout.memory_utilization allows. Layers are stacked (model.layers), so that pr
 tenth of the time.
 
 Minutes and result: not measured yet. By its plan
-(docs/plans/grpo_qwen3_5_35b_a3b_h100.h100-64.txt) a step takes 72 s or more at the chips' peak
-rates, and 79 s with kernels one after the other.
+(docs/plans/grpo_qwen3_5_35b_a3b_h100.h100-64.txt) a step takes 71 s or more at the chips' peak
+rates, and 78 s with kernels one after the other.
 """
 
 from pathlib import Path

@@ -72,7 +72,7 @@ def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
     made = 0.0
     if job.rollout_copies(settings.mesh, settings.rollout_tensor):
         idle = policy.held_bytes if "policy" in offload else 0
-        made = policy.rollout_copy * policy.item_bytes - idle
+        made = policy.rollout_copy * policy.rollout_bytes - idle
     return MemoryEstimate(state + work, state + made)
 
 
@@ -374,7 +374,7 @@ def rollout_seconds(job: Job, sizes: Sizes, free: float) -> float:
     fitting = max(int((free - slots) // max(sizes.sequence_bytes, 1)), 1)
     together = min(fitting, cfg.max_num_seqs, math.ceil(job.n_sequences / sizes.n_replicas))
     waves = math.ceil(job.n_sequences / (together * sizes.n_replicas))
-    weights = sizes.rollout_copy * sizes.item_bytes / chip.memory_bytes_per_s
+    weights = sizes.rollout_copy * sizes.rollout_bytes / chip.memory_bytes_per_s
     filled = (job.lengths.prompt + job.lengths.response) / job.cfg.data.max_len
     cache = together * (filled * sizes.sequence_bytes + 2 * sizes.slot_bytes)
     if cfg.layout != "replicas":

@@ -136,6 +136,7 @@ class ModelFacts:
     stacked: bool
     params: int
     stored_bytes: float  # of a parameter
+    rollout_bytes: float  # of a parameter in the engine
     optimizer_bytes: float  # of a parameter
     trained_fraction: float
     steps_by_layer: bool
@@ -196,6 +197,7 @@ class Sizes:
     kept_calls: int  # calls of all layers whose activations backward has at one time
     item_bytes: int  # of a weight in its product
     stored_bytes: float  # of a weight in memory, on average
+    rollout_bytes: float  # the same in the engine
     optimizer_bytes: float  # of the optimizer state, per device
     gradient_bytes: float  # of the sums over micro-batches, per device
     step_parts: int  # parts of an optimizer step with state in host memory: layers, or 1
@@ -249,6 +251,9 @@ def _model_facts(job: Job, role: str) -> ModelFacts:
     cfg, decoder = runs.get(role, job.cfg), job.model(role)
     dtype, placed = for_platform(cfg, decoder, job.machine.platform)
     adapted = with_adapters(cfg.lora, decoder)
+    in_engine = adapted
+    if cfg.rollout.dtype == "int8" and not adapted.base_dtype:
+        in_engine = dataclasses.replace(adapted, base_dtype="int8")
     return ModelFacts(
         cfg=cfg,
         decoder=decoder,
@@ -256,6 +261,7 @@ def _model_facts(job: Job, role: str) -> ModelFacts:
         stacked=placed.stacked,
         params=n_params(dataclasses.replace(decoder, stacked=True)),
         stored_bytes=stored_bytes_per_param(adapted, dtype),
+        rollout_bytes=stored_bytes_per_param(in_engine, dtype),
         optimizer_bytes=optimizer_bytes_per_param(cfg.learner, adapted, dtype),
         trained_fraction=trained_fraction(adapted),
         steps_by_layer=steps_by_layer(cfg.learner, with_adapters(cfg.lora, placed)),
@@ -305,6 +311,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         kept_calls=n_kept(settings.pipeline_schedule, tokens // row, stage),
         item_bytes=facts.dtype.itemsize,
         stored_bytes=facts.stored_bytes,
+        rollout_bytes=facts.rollout_bytes,
         optimizer_bytes=held * facts.optimizer_bytes / sharing,
         gradient_bytes=4 * trained / summing,
         step_parts=d.L if stage == 1 and facts.steps_by_layer else 1,

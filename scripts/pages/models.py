@@ -92,8 +92,8 @@ FAMILIES = {
             "Three of four layers are gated DeltaNet: a sequence has a state of fixed size next to "
             "the KV pages of the other layers ([engine](../concepts/engine.md)).",
             "Images are left out: the language model is loaded and exported.",
-            "The compiled plan of 35B-A3B on 64 H100 takes 0.97 times as long as the formulas say, "
-            "and 1.07 times with kernels one after the other.",
+            "The compiled plan of 35B-A3B on 64 H100 takes 0.96 times as long as the formulas say, "
+            "and 1.06 times with kernels one after the other.",
             "`configs/grpo_qwen3_5_9b.py` (TPU v5p) and `configs/grpo_qwen3_5_9b_h100.py` have "
             "longer responses.",
         ),

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import CheckpointConfig
 from jaxrl.learner.optimizers import slices
-from jaxrl.learner.state import abstract_state, init_state
+from jaxrl.learner.state import abstract_state, checkpoint_state, init_state
 from jaxrl.models.config import LoRA
 from jaxrl.models.decoder import decoder_specs
 from sharding import (
@@ -150,7 +150,7 @@ def test_an_offloaded_optimizer_uses_no_device_memory_between_steps():
 def test_a_checkpoint_is_restored_to_the_memory_that_the_run_configures(offload, tmp_path):
     mesh, optimizer = make_mesh(**MESH), programs(CFG)[0]
     with jax.set_mesh(mesh):
-        state, _, _ = stepped(offload=True, n_steps=1)
+        state = checkpoint_state(stepped(offload=True, n_steps=1)[0])
         checkpoints = Checkpointer(tmp_path, CheckpointConfig())
         checkpoints.save(1, state, {})
         checkpoints.wait()

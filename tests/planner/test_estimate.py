@@ -57,6 +57,23 @@ def test_estimates_include_mlp_chunks():
     assert recomputed > chunked.step_s - whole.step_s
 
 
+@pytest.mark.parametrize("quantized", [{"rollout__dtype": "int8"}, {"lora__base_dtype": "int8"}])
+def test_the_engines_copy_is_as_small_as_its_dtype(quantized):
+    """By hand: a byte, not four, of the layers' matrices, and float32 scales of outputs."""
+    lora = dict(lora__rank=4, algorithm__correction="token_tis")
+    whole, small = (job(run(**lora, **changes)) for changes in ({}, quantized))
+    copies = [model_sizes(one, "policy", MESH) for one in (whole, small)]
+    sizes = [sizes.rollout_copy * sizes.rollout_bytes for sizes in copies]
+    mixer = 64 * 64 * 2 + 64 * 32 * 2
+    outputs = (64 + 2 * 32 + 64) + (2 * 128 + 64)
+    saved = TINY.L * (3 * (mixer + 3 * 64 * 128) - 4 * outputs)
+    assert sizes[0] - sizes[1] == pytest.approx(saved)
+    memory = [estimate_memory(one, MESH).rollout for one in (whole, small)]
+    held = [sizes.held_bytes for sizes in copies]
+    assert memory[0] - memory[1] == pytest.approx(saved + held[0] - held[1])
+    assert rollout_seconds(small, copies[1], 1e9) < rollout_seconds(whole, copies[0], 1e9)
+
+
 def test_a_list_of_layers_keeps_fewer_arrays():
     """By hand: three times the inputs and outputs of a layer's products, or once."""
     sizes = dict(tensor=1, expert=1, stream=64)

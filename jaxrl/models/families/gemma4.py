@@ -165,10 +165,11 @@ def global_sizes(c: fields.ConfigJson) -> tuple[int, int]:
     objects = c.get("per_layer_config")
     if objects is None:
         return K, H
-    layers = {str(i) for i, kind in enumerate(layer_types(c)) if kind == rotary.GLOBAL}
+    layers = [i for i, kind in enumerate(layer_types(c)) if kind == rotary.GLOBAL]
     sizes = dict(num_key_value_heads=c["num_key_value_heads"], head_dim=c["head_dim"])
-    first = objects.get(min(layers), {}) if isinstance(objects, dict) else None
-    if first is None or objects != dict.fromkeys(layers, first) or first.keys() - sizes:
+    found = by_layer(objects)
+    first = found.get(layers[0])
+    if first is None or found != dict.fromkeys(layers, first) or first.keys() - sizes:
         raise ValueError(
             f"per_layer_config is {shown(objects)}; supported are the same {' and '.join(sizes)} "
             f"in all layers of the type {rotary.GLOBAL}, and nothing else"
@@ -180,6 +181,19 @@ def global_sizes(c: fields.ConfigJson) -> tuple[int, int]:
             "attention_k_eq_v, which is not supported; remove it"
         )
     return K, H
+
+
+def by_layer(objects: Any) -> dict[int, Any]:
+    """The entries of `per_layer_config` by number; transformers writes "05" for layer 5 of 60.
+
+    Nothing if it is not an object of objects with such names.
+    """
+    if not isinstance(objects, dict) or not all(
+        name.isdecimal() and isinstance(entry, dict) for name, entry in objects.items()
+    ):
+        return {}
+    found = {int(name): entry for name, entry in objects.items()}
+    return found if len(found) == len(objects) else {}
 
 
 def read_rope(c: fields.ConfigJson, kind: str) -> Rope:
