@@ -26,6 +26,15 @@ def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(projected) if target_platform() == "tpu" else projected
 
 
+def has_plain_heads(cfg: AttentionConfig) -> bool:
+    """Whether q, k and v are separate products without biases, and rope swaps halves of heads.
+
+    Others are stored with tokens minor anyway, and copied twice (docs/concepts/kernels.md).
+    """
+    swaps_halves = cfg.rope.rotary == 1 and not cfg.rope.interleaved
+    return swaps_halves and not (cfg.qkv_bias or cfg.qkv_fused)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; the caller passes the attention kernel."""
 
@@ -74,8 +83,7 @@ class Attention(nnx.Module):
         self.sinks = nnx.data(sinks)
 
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
-        # Sums with a bias are stored with tokens minor anyway, and copied twice.
-        heads_first = rows.heads_first and not self.cfg.qkv_bias
+        heads_first = rows.heads_first and has_plain_heads(self.cfg)
         q, k, v, *gates = self._project(x, heads_first, rules)
         gate = gates[0] if gates else None
         assert q is not None
@@ -107,19 +115,17 @@ class Attention(nnx.Module):
         Keys and values are None if they are those of an earlier layer. With `heads_first`
         products are stored for kernels that read heads first (memory_order.py).
         """
-
-        def products(*linears: Linear) -> list[jax.Array]:
-            ys = apply_linears(x, *linears, rules=rules)
-            return checkpoint_name([row_major(y) for y in ys] if heads_first else ys, "qkv")
-
         if self.qkv is None:
             found = [self.q, self.k, self.v, self.gate]
             linears = [linear for linear in found if linear is not None]
-            outs = iter(products(*linears))
+            products = apply_linears(x, *linears, rules=rules)
+            if heads_first:
+                products = [row_major(product) for product in products]
+            outs = iter(checkpoint_name(products, "qkv"))
             q, k, v, *gate = [None if linear is None else next(outs) for linear in found]
             return q, k, k if v is None else v, *filter(lambda a: a is not None, gate)
         H, width = self.cfg.H, self.cfg.N // self.cfg.K * self.cfg.H
-        (y,) = products(self.qkv)
+        y = checkpoint_name(self.qkv(x, rules), "qkv")
         q, k, v = jnp.split(y, (width, width + H), axis=-1)
         shape, out = (*y.shape[:2], self.cfg.N, H), rules.spec("batch", "time", "heads", None)
         return jnp.reshape(q, shape, out_sharding=out), k, v

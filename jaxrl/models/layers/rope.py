@@ -114,12 +114,11 @@ def rotate(
 
     Interleaved pairs are (x[2 i], x[2 i + 1]). R is twice the number of frequencies; features from
     R on stay as they are. Rotated pairs are scaled by the amplitude, so scores are scaled by its
-    square. `heads_first` is the order in memory of the result on TPU (memory_order.py).
+    square. `heads_first` is the order in memory of whole heads on TPU (memory_order.py).
     """
     R = 2 * rotation.inv_freq.shape[-1]
     if x.shape[-1] > R:
-        rotated = rotate(x[..., :R], positions, rotation, heads_first=heads_first)
-        return jnp.concatenate([rotated, x[..., R:]], axis=-1)
+        return jnp.concatenate([rotate(x[..., :R], positions, rotation), x[..., R:]], axis=-1)
     angles = positions[:, :, None, None].astype(jnp.float32) * rotation.inv_freq
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rotation.amplitude is not None:

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.config import DecoderConfig, uniform_decoder
+from jaxrl.models.config import AttentionConfig, DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.layers import rope
+from jaxrl.models.layers.attention import has_plain_heads
 from jaxrl.models.packed import PackedRows, forward_packed
+from jaxrl.models.rope_config import Rope
 from jaxrl.models.spec import init_params
 from sharding import PIPELINE, TRAIN, Rules, make_mesh
 from tests.models.test_remat import operations
@@ -56,13 +58,25 @@ def test_rows_with_heads_first_have_the_same_bits(cfg, rules, sizes, monkeypatch
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_only_products_of_tpu_without_biases_are_stored_in_another_order(one_device, monkeypatch):
-    def n_constraints(cfg: DecoderConfig) -> int:
-        return operations(jax.grad(loss), new_model(cfg))["layout_constraint"]
+def test_only_products_of_tpu_are_stored_in_another_order(one_device, monkeypatch):
+    def n_constraints() -> int:
+        return operations(jax.grad(loss), new_model(tiny("llama")))["layout_constraint"]
 
-    plain, biased = tiny("llama"), tiny("qwen2", qkv_bias=True)
-    assert n_constraints(plain) == 0
+    assert n_constraints() == 0
     monkeypatch.setattr(PackedRows, "heads_first", True)
     # q, k and v and their gradients, and the gradient of attention's output
-    assert n_constraints(plain) == 2 * 3 + 1
-    assert n_constraints(biased) == 0
+    assert n_constraints() == 2 * 3 + 1
+
+
+def test_only_plain_heads_are_stored_in_another_order():
+    plain = AttentionConfig(4, 2, 8)
+    assert has_plain_heads(plain)
+    assert has_plain_heads(dataclasses.replace(plain, qk_norm=True, gate=True))
+    others = [
+        dict(qkv_bias=True),
+        dict(qkv_fused=True),
+        dict(rope=Rope(rotary=0.5)),
+        dict(rope=Rope(interleaved=True)),
+    ]
+    for options in others:
+        assert not has_plain_heads(dataclasses.replace(plain, **options))
