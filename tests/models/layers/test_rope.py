@@ -83,8 +83,8 @@ def test_rotation_on_tpu_gives_the_bits_of_halves(monkeypatch):
     results = []
     for platform, heads_first in (("cpu", False), ("tpu", False), ("tpu", True)):
         monkeypatch.setattr("jaxrl.models.layers.rope.target_platform", lambda p=platform: p)
-        rotated = functools.partial(rotate, heads_first=heads_first)
-        out, pull = jax.vjp(lambda x: rotated(x, positions, rotation), x)
+        rotated = functools.partial(rotate, rotation=rotation, heads_first=heads_first)
+        out, pull = jax.vjp(functools.partial(rotated, positions=positions), x)
         results.append((out, *pull(d_out)))
     for halves, *products in zip(*results, strict=True):
         for product in products:
