@@ -34,7 +34,7 @@ from jaxrl.models.pipeline_1f1b import gradients_1f1b
 from jaxrl.models.router_replay import with_experts
 from jaxrl.models.shared_kv import KeptKV, SharedKV, empty_kv
 from jaxrl.types import Tree
-from sharding import Rules, unshuffle
+from sharding import Rules, target_platform, unshuffle
 
 
 def forward_packed(
@@ -207,6 +207,10 @@ class PackedRows:
     implementation: str | None
     align: int = 1  # segments begin at, and share prefixes of, multiples of so many tokens
     image_visibility: Visibility | None = None  # where the tokens of an image see each other
+
+    @property
+    def heads_first(self) -> bool:
+        return target_platform() == "tpu"
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state, sinks=None):
         attend = ring_attention if self.rules.ring else attention

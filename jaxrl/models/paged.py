@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +204,7 @@ class PagedRows:
     rules: Rules
     implementation: str | None  # of paged attention
     step: str  # implementation of gated_delta_step
+    heads_first: ClassVar[bool] = False
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache, sinks=None):
         """Without pages of values, the keys are the values."""

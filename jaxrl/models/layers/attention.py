@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.config import AttentionConfig, DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
+from jaxrl.models.layers.memory_order import row_major, row_major_gradient
 from jaxrl.models.layers.norms import RMSNorm, rms_options, unit_rms
 from jaxrl.models.layers.rope import growing_queries, rotate
 from jaxrl.models.layers.row_ops import LayerPlace, RowOps
@@ -23,6 +24,15 @@ def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
     dim").
     """
     return jax.lax.optimization_barrier(projected) if target_platform() == "tpu" else projected
+
+
+def has_plain_heads(cfg: AttentionConfig) -> bool:
+    """Whether q, k and v are separate products without biases, and rope swaps halves of heads.
+
+    Others are stored with tokens minor anyway, and copied twice (docs/concepts/kernels.md).
+    """
+    swaps_halves = cfg.rope.rotary == 1 and not cfg.rope.interleaved
+    return swaps_halves and not (cfg.qkv_bias or cfg.qkv_fused)
 
 
 class Attention(nnx.Module):
@@ -73,17 +83,18 @@ class Attention(nnx.Module):
         self.sinks = nnx.data(sinks)
 
     def __call__(self, x, positions, place: LayerPlace, window, rows: RowOps, state, rules: Rules):
-        q, k, v, *gates = self._project(x, rules)
+        heads_first = rows.heads_first and has_plain_heads(self.cfg)
+        q, k, v, *gates = self._project(x, heads_first, rules)
         gate = gates[0] if gates else None
         assert q is not None
         if self.cfg.gate and gate is None:
             q, gate = jnp.split(q, 2, axis=-1)
         q = self._normed(self.q_norm, q, "heads", rules)
         assert place.rotation is not None
-        q = rotate(q, positions, place.rotation)
+        q = rotate(q, positions, place.rotation, heads_first=heads_first)
         if k is not None:
             k = self._normed(self.k_norm, k, "kv_heads", rules)
-            k = rotate(k, positions, place.rotation)
+            k = rotate(k, positions, place.rotation, heads_first=heads_first)
         if v is not None and self.v_eps is not None:
             v = unit_rms(prevent_norm_fusion(v), self.v_eps).astype(v.dtype)
         if self.cfg.rope.query_growth:
@@ -92,19 +103,25 @@ class Attention(nnx.Module):
             k, v, state = rows.share(k, v, self.cfg.shared, state)
         spec = self.cfg.spec(rules)
         out, state = rows.attend(q, k, v, spec, window, place.cache, state, self.sinks)
+        if heads_first:
+            out = row_major_gradient(out)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return checkpoint_name(self.o(out, rules), "o"), state
 
-    def _project(self, x, rules: Rules) -> Sequence[jax.Array | None]:
+    def _project(self, x, heads_first: bool, rules: Rules) -> Sequence[jax.Array | None]:
         """Queries, with their gates if they are in q_proj, keys, values, and separate gates.
 
-        Keys and values are None if they are those of an earlier layer.
+        Keys and values are None if they are those of an earlier layer. With `heads_first`
+        products are stored for kernels that read heads first (memory_order.py).
         """
         if self.qkv is None:
             found = [self.q, self.k, self.v, self.gate]
             linears = [linear for linear in found if linear is not None]
-            outs = iter(checkpoint_name(apply_linears(x, *linears, rules=rules), "qkv"))
+            products = apply_linears(x, *linears, rules=rules)
+            if heads_first:
+                products = [row_major(product) for product in products]
+            outs = iter(checkpoint_name(products, "qkv"))
             q, k, v, *gate = [None if linear is None else next(outs) for linear in found]
             return q, k, k if v is None else v, *filter(lambda a: a is not None, gate)
         H, width = self.cfg.H, self.cfg.N // self.cfg.K * self.cfg.H

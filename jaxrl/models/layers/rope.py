@@ -15,6 +15,7 @@ from jaxrl import types
 from jaxrl.kernels.bits import materialize
 from jaxrl.models import rope_config
 from jaxrl.models.config import AttentionConfig
+from jaxrl.models.layers.memory_order import HEADS_FIRST
 from jaxrl.models.mla_config import MLAConfig
 from jaxrl.models.rope_config import ROPE_KINDS, Rope
 from sharding import target_platform
@@ -106,7 +107,11 @@ def _divided_share(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T *axes"], rotation: Rotation
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "B T *axes"],
+    rotation: Rotation,
+    *,
+    heads_first: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Rotates the feature pairs (x[i], x[i + R/2]) by position * inv_freq[i], in float32.
 
@@ -115,7 +120,7 @@ def rotate(
 
     Interleaved pairs are (x[2 i], x[2 i + 1]). R is twice the number of frequencies; features from
     R on stay as they are. Rotated pairs are scaled by the amplitude, so scores are scaled by its
-    square.
+    square. `heads_first` is the order in memory of whole heads on TPU (memory_order.py).
     """
     R = 2 * rotation.inv_freq.shape[-1]
     if x.shape[-1] > R:
@@ -128,7 +133,10 @@ def rotate(
     if rotation.amplitude is not None:
         cos, sin = cos * rotation.amplitude, sin * rotation.amplitude
     if target_platform() == "tpu" and x.dtype == jnp.bfloat16 and not rotation.interleaved:
-        return _rotate_by_product(x, cos, sin)
+        if heads_first:
+            x, cos, sin = (a.transpose(HEADS_FIRST) for a in (x, cos, sin))
+        y = _rotate_by_product(x, cos, sin)
+        return y.transpose(np.argsort(HEADS_FIRST)) if heads_first else y
     x32 = x.astype(jnp.float32)
     if rotation.interleaved:
         x1, x2 = x32[..., 0::2], x32[..., 1::2]
@@ -155,8 +163,8 @@ def _positions_of_pairs(
 
 @jax.custom_vjp
 def _rotate_by_product(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 R"], sin: Float[Array, "B T 1 R"]
-) -> Float[Array, "B T N H"]:
+    x: Float[Array, "a b c H"], cos: Float[Array, "#a #b #c R"], sin: Float[Array, "#a #b #c R"]
+) -> Float[Array, "a b c H"]:
     """The same numbers as halves give, without arrays of halves.
 
     XLA on TPU writes the float32 halves to memory, in tiles that are half empty. A product with a
@@ -167,7 +175,7 @@ def _rotate_by_product(
     signs = np.where(np.arange(H) < H // 2, -1, 1)
     swap = jnp.asarray(np.roll(np.eye(H), H // 2, axis=1) * signs, x.dtype)
     cos, sin = jnp.tile(cos, 2), jnp.tile(sin, 2)
-    swapped = jnp.einsum("BTNH,HJ->BTNJ", x, swap, preferred_element_type=jnp.float32)
+    swapped = jnp.einsum("...H,HJ->...J", x, swap, preferred_element_type=jnp.float32)
     return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
 
 

@@ -19,6 +19,11 @@ class RowOps(Protocol):
     the layers of its kind.
     """
 
+    @property
+    def heads_first(self) -> bool:
+        """Whether `attend` reads arrays in the memory order [N, B, T, H] (memory_order.py)."""
+        ...
+
     def attend(
         self, q, k, v, spec: AttentionSpec, window, index, state, sinks=None
     ) -> tuple[jax.Array, Any]:

@@ -1,5 +1,6 @@
 """Rotary frequencies against those of transformers (scripts/make_golden.py) and by hand."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -74,15 +75,17 @@ def test_only_models_with_an_amplitude_multiply_by_it():
 
 
 def test_rotation_on_tpu_gives_the_bits_of_halves(monkeypatch):
-    """Values and gradients in bfloat16."""
+    """Values and gradients in bfloat16, in both orders in memory."""
     numbers = np.random.default_rng(0).standard_normal((2, 1, 5, 2, 8))
     x, d_out = jnp.asarray(numbers, jnp.bfloat16)
     positions = jnp.array([[0, 1, 2, 700, 701]])
     rotation = Rotation(jnp.array([1.0, 0.3, 0.1, 0.01]), jnp.float32(1.5))
     results = []
-    for platform in ("cpu", "tpu"):
+    for platform, heads_first in (("cpu", False), ("tpu", False), ("tpu", True)):
         monkeypatch.setattr("jaxrl.models.layers.rope.target_platform", lambda p=platform: p)
-        out, pull = jax.vjp(lambda x: rotate(x, positions, rotation), x)
+        rotated = functools.partial(rotate, rotation=rotation, heads_first=heads_first)
+        out, pull = jax.vjp(functools.partial(rotated, positions=positions), x)
         results.append((out, *pull(d_out)))
-    for halves, product in zip(*results, strict=True):
-        np.testing.assert_array_equal(halves, product)
+    for halves, *products in zip(*results, strict=True):
+        for product in products:
+            np.testing.assert_array_equal(halves, product)
