@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +204,10 @@ class PagedRows:
     rules: Rules
     implementation: str | None  # of paged attention
     step: str  # implementation of gated_delta_step
-    heads_first: ClassVar[bool] = False
+
+    @property
+    def heads_first(self) -> bool:
+        return False
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache, sinks=None):
         """Without pages of values, the keys are the values."""

@@ -21,7 +21,7 @@ from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.packed import forward_packed, forward_routed
 from jaxrl.models.paged import forward_mixed, forward_paged
 from jaxrl.types import ImageInput, PlacedImage, TrainingSample
-from sharding import DECODE, TRAIN, make_mesh, mesh_order
+from sharding import DECODE, TRAIN, make_mesh, mesh_order, row_order
 from sharding.rules import PIPELINE, RING, TENSOR, ULYSSES
 from tests.marks import graded
 
@@ -115,7 +115,9 @@ def on_mesh(name: str, sizes: dict, *, rules=TRAIN, stacked=False):
         batch = (*map(order, per_token), features, None if axes is None else order(axes))
         batch = jax.tree.map(lambda a: jax.device_put(a, jax.P()), batch)
         model = load(name, rules=rules, stacked=stacked)
-        return jax.device_get(jax.jit(loss, static_argnames="rules")(model, batch, rules))
+        found = jax.device_get(jax.jit(loss, static_argnames="rules")(model, batch, rules))
+    value, (weights, *of_tokens) = found
+    return value, (weights, *jax.tree.map(functools.partial(row_order, rules=rules), of_tokens))
 
 
 @functools.cache
