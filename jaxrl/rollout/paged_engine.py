@@ -3,6 +3,7 @@
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.engine.device.sampling import FILTERS
 from jaxrl.engine.engine import PagedEngine
+from jaxrl.engine.images import ImageSettings
 from jaxrl.layout import Layout
 from jaxrl.models.config import DecoderConfig
 
@@ -15,8 +16,9 @@ def paged_engine(
     eos_ids: tuple[int, ...],
     *,
     adjustable: bool = False,
+    images: ImageSettings | None = None,
 ) -> PagedEngine:
-    """The engine with the sizes in `rollout`.
+    """The engine with the sizes in `rollout`, for requests with images if they are given.
 
     It has the sampling filters of the run and of its validation; with `adjustable`, which is as in
     PagedEngine, all of them.
@@ -35,4 +37,5 @@ def paged_engine(
         keep_experts=cfg.learner.router_replay == "R3",
         filters=tuple(name for name in FILTERS if adjustable or name in used),
         adjustable=adjustable,
+        images=images,
     )

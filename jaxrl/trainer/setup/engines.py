@@ -4,13 +4,17 @@ import contextlib
 import dataclasses
 import functools
 
+import numpy as np
+
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.shared_batches import SharedBatches
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
+from jaxrl.engine.images import ImageSettings
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.layout import Layout, check_idle_policy, rollout_layout
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.episode import AgentLimits
@@ -27,6 +31,7 @@ from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.trainer.schedule.source import AsyncSource, PartialSource
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.host import Environments, HostSide, open_environments
+from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.workers import make_workers
 from sharding import hosts
 
@@ -38,13 +43,19 @@ def check_rollout_layout(cfg: RunConfig, policy: Policy) -> None:
         check_idle_policy(cfg, layout)
 
 
-def open_engines(host: HostSide, policy: Policy, rollout: RolloutConfig) -> Engines:
-    """The engine of this process with the sizes in `rollout`, or the workers of the rollout."""
+def open_engines(
+    host: HostSide, policy: Policy, rollout: RolloutConfig, encoder: ImageEncoder | None = None
+) -> Engines:
+    """The engine of this process with the sizes in `rollout`, or the workers of the rollout.
+
+    `encoder` computes the features of images, if the run has any.
+    """
     session, cfg, models = host.session, host.session.cfg, host.models
     eos_ids = stop_ids(models.folders.policy, models.renderer.tokenizer)
     if session.ray is None:
         layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
-        engine = paged_engine(cfg, rollout, layout, policy.decoder, eos_ids)
+        images = image_settings(models, policy)
+        engine = paged_engine(cfg, rollout, layout, policy.decoder, eos_ids, images=images)
     else:
         layout, engine = make_workers(session.ray, host, policy)
     check_independent_engines(cfg, layout)
@@ -65,7 +76,17 @@ def open_engines(host: HostSide, policy: Policy, rollout: RolloutConfig) -> Engi
         progress=session.progress,
         stop=session.stop,
         n_generating=generating_processes(cfg),
+        encoder=encoder,
     )
+
+
+def image_settings(models: Models, policy: Policy) -> ImageSettings | None:
+    """The images that the engine reads; None for a run without any."""
+    if models.images is None or models.tower is None:
+        return None
+    places, tower = models.images.placeholders, models.tower
+    dtype = np.dtype(policy.dtype)
+    return ImageSettings(places.token, tower.out_D, len(tower.deepstack), places.merge, dtype)
 
 
 def with_idle_policy(engines: Engines, core: Core) -> Engines:
