@@ -121,7 +121,7 @@ def make_critic(
     backbone: DecoderConfig,
     dtype: jnp.dtype,
     total_steps: int,
-    encoder: ImageEncoder | None,
+    encoder: ImageEncoder | None = None,
 ) -> Critic:
     """A separate critic in the layout of config.critic.mesh, with an abstract state.
 
@@ -167,7 +167,7 @@ def reward_model_scorer(
 
 
 def shared_value_scorer(
-    cfg: RunConfig, dtype: jnp.dtype, encoder: ImageEncoder | None
+    cfg: RunConfig, dtype: jnp.dtype, encoder: ImageEncoder | None = None
 ) -> ValueScorer:
     """Values from the value head on the policy's backbone (critic.shared)."""
     layout = Layout(training_rules(cfg), resharding=None, specs=None, dtype=dtype)

@@ -167,7 +167,7 @@ def test_a_missing_column_error_has_place_found_and_required_columns(load, tmp_p
 
 def test_image_prompts_are_rejected(load, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "x"}]
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: prompt has .* type image, and models"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: prompt has .* type image, and the run"):
         load(write_jsonl(tmp_path / "a.jsonl", rows))
 
 

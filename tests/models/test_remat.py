@@ -1,6 +1,6 @@
 """Activations that the backward pass of the decoder keeps, and the order in which it runs.
 
-Tests of `run_layers` in jaxrl/models/decoder.py, and of jaxrl/models/layers/mlp.py.
+Tests of `run_layers` in jaxrl/models/layer_loop.py, and of jaxrl/models/layers/mlp.py.
 """
 
 import collections
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxrl.models import decoder
+from jaxrl.models import layer_loop
 from jaxrl.models.config import DecoderConfig, uniform_decoder
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.layers import mlp
@@ -70,7 +70,7 @@ def test_barriers_are_only_in_programs_with_a_backward_pass(one_device, monkeypa
     model = new_model()
     forward = operations(loss, model)["optimization_barrier"]
     backward = operations(jax.grad(loss), model)["optimization_barrier"]
-    monkeypatch.setattr(decoder, "finish_gradients", lambda x, layer: (x, layer))
+    monkeypatch.setattr(layer_loop, "finish_gradients", lambda x, layer: (x, layer))
     assert operations(loss, model)["optimization_barrier"] == forward
     without_tie = operations(jax.grad(loss), model)["optimization_barrier"]
     assert backward - without_tie == CFG.L  # the gradient of each layer's input waits once
@@ -86,7 +86,7 @@ def test_barriers_are_only_in_programs_with_a_backward_pass(one_device, monkeypa
 def test_barriers_change_no_bit_of_a_gradient(one_device, monkeypatch):
     model = new_model()
     ordered = jax.jit(jax.grad(loss))(model)
-    monkeypatch.setattr(decoder, "finish_gradients", lambda x, layer: (x, layer))
+    monkeypatch.setattr(layer_loop, "finish_gradients", lambda x, layer: (x, layer))
     monkeypatch.setattr(mlp, "share_backward", lambda gate, up: (gate, up))
     free = jax.jit(jax.grad(lambda model: loss(model)))(model)
     jax.tree.map(np.testing.assert_array_equal, ordered, free)
@@ -111,7 +111,7 @@ def test_the_layers_of_a_period_finish_their_gradients_one_after_the_other(one_d
     assert [len(run) for run in cfg.runs] == [2]
     model = new_model(cfg)
     ordered = operations(jax.grad(loss), model)["optimization_barrier"]
-    monkeypatch.setattr(decoder, "finish_gradients", lambda x, layer: (x, layer))
+    monkeypatch.setattr(layer_loop, "finish_gradients", lambda x, layer: (x, layer))
     free = operations(jax.grad(loss), model)["optimization_barrier"]
     assert ordered - free == 2  # in the body of the scan
 

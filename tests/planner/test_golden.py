@@ -13,7 +13,6 @@ MEMORY_PAGE = ROOT / "docs" / "concepts" / "memory.md"
 NEW = {"kernels", "calibrated_s", "calibrated_step_s", "n_processes"}  # keys that OLD have not
 OLD = {
     "grpo_30b_a3b.v5p-4x4x4",
-    "grpo_70b_longctx.v5p-4x8x8",
     "grpo_qwen3_5_35b_a3b.v5p-4x4x4",
     "grpo_qwen3_5_9b.v5p-4x4x2",
 }

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.kernels.grouped_matmul import triton
-from jaxrl.models import decoder
+from jaxrl.models import layer_loop
 from jaxrl.models.config import RouterConfig, uniform_decoder
 from jaxrl.models.decoder import decoder_specs, init_model, restrict
 from jaxrl.models.kv_cache import init_cache
@@ -126,7 +126,7 @@ def test_experts_in_the_stack_give_the_bits_of_sliced_ones(dtype, init, sizes, m
         if dtype:
             model = map_matrices(lambda w, n: quantize_matrix(w, n, dtype, jnp.float32), model)
         y = jax.jit(lambda model: paged_hidden(model))(model)
-        monkeypatch.setattr(decoder, "keeps_stack", lambda rules: False)
+        monkeypatch.setattr(layer_loop, "keeps_stack", lambda rules: False)
         want = jax.jit(lambda model: paged_hidden(model))(model)
     np.testing.assert_array_equal(y, want)
     assert np.abs(np.asarray(y)[0]).max() > 0.1
