@@ -133,7 +133,9 @@ class PagedEngine:
         self.scheduler.release_prefix(prefix)
 
     def insert(self, prefix: Prefix, request: Request) -> int:
-        """Starts a sequence from a prefix. Returns its slot."""
+        """Starts a sequence from a prefix, which has no images. Returns its slot."""
+        if request.images:
+            raise ValueError("a prefix has no images; submit the request instead")
         self._check(request)
         slot, work = self.scheduler.insert(prefix, request)
         self._copy(work)
