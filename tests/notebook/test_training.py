@@ -102,11 +102,15 @@ def test_a_run_with_a_function_of_the_caller_is_interrupted_resumed_and_used(tin
 def test_a_second_interrupt_stops_at_once(tiny_config, monkeypatch):
     tiny_config.data.val = ()
     letters.interrupt_at = 4
-    before = signal.getsignal(signal.SIGINT)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop, "save", lambda core: os.kill(os.getpid(), signal.SIGINT))
-        jaxrl.train(tiny_config, reward=letters)
-    assert signal.getsignal(signal.SIGINT) is before
+    ours = signal.default_int_handler  # a process in the background of a shell ignores SIGINT
+    before = signal.signal(signal.SIGINT, ours)
+    try:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(loop, "save", lambda core: os.kill(os.getpid(), signal.SIGINT))
+            jaxrl.train(tiny_config, reward=letters)
+        assert signal.getsignal(signal.SIGINT) is ours
+    finally:
+        signal.signal(signal.SIGINT, before)
     letters.interrupt_at = 0
     run = jaxrl.train(tiny_config, overrides={"total_steps": 1}, reward=letters)
     assert not run.interrupted and (run.run_dir / "hf").is_dir()
