@@ -72,5 +72,7 @@ def test_the_trainer_computes_the_logprobs_of_the_engine(config, change):
 )
 def test_runs_that_cannot_sample_with_images_are_refused(config, section, key, value, words):
     config[section][key] = value
+    if section == "env":
+        config.reward.functions = ("environment",)
     with pytest.raises(ValueError, match=words):
         train(resolve(config))

@@ -303,10 +303,10 @@ def sample_logits(
     never: int | None = None,
 ) -> Sample:
     """Samples from the logits, adjusted if there is a state."""
-    options = dict(rules=rules, keep_support=keep_support, never=never)
-    if state is None:
-        return sample_sharded(logits, uniform, sampling, **options)
-    return sample_adjusted(logits, uniform, sampling, state, **options)
+    draw = sample_sharded
+    if state is not None:
+        draw = functools.partial(sample_adjusted, state=state)
+    return draw(logits, uniform, sampling, rules=rules, keep_support=keep_support, never=never)
 
 
 @dataclasses.dataclass(frozen=True)
