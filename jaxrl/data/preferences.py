@@ -90,7 +90,7 @@ def pair_maker(
     if images is not None:
         raise ValueError(
             "config.data.images: preference data with images is not supported; images are read in "
-            "RL and supervised fine-tuning. Set data.images=False"
+            "supervised fine-tuning. Set data.images=False"
         )
     make = functools.partial(
         make_pairs, renderer=renderer, data=data, stop=stop, takes_labels=takes_labels
