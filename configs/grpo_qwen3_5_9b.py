@@ -10,7 +10,7 @@ Data, batches and lengths are those of configs/grpo_7b.py, with half of its prom
 Mesh: replica 2 x fsdp 16. The rollout has 8 replicas of 4 devices, as 4 kv heads allow no more.
 
 Minutes and result: not measured yet. By its plan (docs/plans/grpo_qwen3_5_9b.v5p-4x4x2.txt) a step
-takes 71 s or more at the chips' peak rates, and 161 s by the compiler's estimate.
+takes 71 s or more at the chips' peak rates, and 157 s by the compiler's estimate.
 """
 
 from ml_collections import ConfigDict

@@ -14,7 +14,6 @@ NEW = {"kernels", "calibrated_s", "calibrated_step_s", "n_processes"}  # keys th
 OLD = {
     "grpo_30b_a3b.v5p-4x4x4",
     "grpo_qwen3_5_35b_a3b.v5p-4x4x4",
-    "grpo_qwen3_5_9b.v5p-4x4x2",
 }
 CPU_MINUTE = [  # of compilation each; the others take minutes
     pytest.param("grpo_7b.h100-1", "jax_cuda13_plugin", marks=pytest.mark.thorough),
