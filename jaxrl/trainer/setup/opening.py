@@ -208,7 +208,7 @@ def build_learner(host: HostSide, policy: Policy) -> Learner:
 
 
 def make_encoder(host: HostSide, policy: Policy, rules: Rules) -> ImageEncoder | None:
-    """Of the features of images, on the current mesh; None for a run without any."""
+    """Returns the encoder of images on the current mesh, or None for a run without images."""
     models = host.models
     if models.tower is None:
         return None
