@@ -4,14 +4,11 @@ import contextlib
 import dataclasses
 import functools
 
-import numpy as np
-
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.shared_batches import SharedBatches
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.engine.images import ImageSettings
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.layout import Layout, check_idle_policy, rollout_layout
 from jaxrl.learner.image_encoder import ImageEncoder
@@ -31,7 +28,6 @@ from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.trainer.schedule.source import AsyncSource, PartialSource
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.host import Environments, HostSide, open_environments
-from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.workers import make_workers
 from sharding import hosts
 
@@ -54,8 +50,7 @@ def open_engines(
     eos_ids = stop_ids(models.folders.policy, models.renderer.tokenizer)
     if session.ray is None:
         layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
-        images = image_settings(models, policy)
-        engine = paged_engine(cfg, rollout, layout, policy.decoder, eos_ids, images=images)
+        engine = paged_engine(cfg, rollout, layout, policy.decoder, eos_ids, tower=models.tower)
     else:
         layout, engine = make_workers(session.ray, host, policy)
     check_independent_engines(cfg, layout)
@@ -78,15 +73,6 @@ def open_engines(
         n_generating=generating_processes(cfg),
         encoder=encoder,
     )
-
-
-def image_settings(models: Models, policy: Policy) -> ImageSettings | None:
-    """The images that the engine reads; None for a run without any."""
-    if models.images is None or models.tower is None:
-        return None
-    places, tower = models.images.placeholders, models.tower
-    dtype = np.dtype(policy.dtype)
-    return ImageSettings(places.token, tower.out_D, len(tower.deepstack), places.merge, dtype)
 
 
 def with_idle_policy(engines: Engines, core: Core) -> Engines:
