@@ -132,9 +132,8 @@ def requests_of(cfg, n_deep: int, n: int = 2, **options) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
 def test_logprobs_are_the_trainers(one_device, name):
     params = load(name)
     cfg = params.cfg

@@ -154,6 +154,7 @@ def test_jobs_without_a_plan_are_rejected(words, message):
         read([config, "--topology=cpu:8", *words])
 
 
+@pytest.mark.thorough
 def test_the_tower_and_features_of_images_are_counted():
     text = model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
     cfg, workload = (
