@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.types import TokenSets, Tree
+from jaxrl.types import Grid, TokenSets, Tree
 
 
 class GrammarError(ValueError):
@@ -64,6 +64,17 @@ class LogitAdjustments:
 
 
 @dataclasses.dataclass(frozen=True)
+class RequestImage:
+    """The features of an image in a request, which has a placeholder token for each of them."""
+
+    start: int  # index of the first placeholder
+    grid: Grid
+    digest: str  # of its content: images with the same one share KV
+    rows: np.ndarray  # [n_tokens, D], in place of the embeddings
+    deep: np.ndarray | None = None  # [n_tokens, n, D], added after each of the first n layers
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """One response to sample; only (seed, prompt_id, sample, position) set its random numbers."""
 
@@ -77,6 +88,7 @@ class Request:
     adjustments: LogitAdjustments | None = None
     top_logprobs: bool = False  # also return the most likely tokens at each position
     adapter: int = 0  # 0 = the base model, i = the i-th of the adapters that the engine has
+    images: tuple[RequestImage, ...] = ()  # in the order of their places
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RolloutConfig
-from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request
+from jaxrl.engine.api import EngineStats, Generated, Prefix, Request
 from jaxrl.engine.device.batches import (
     adjusted_rows,
     check_limits,
@@ -22,10 +23,12 @@ from jaxrl.engine.device.batches import (
 from jaxrl.engine.device.decode_loop import DecodeOutput, DecodeRound
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
 from jaxrl.engine.device.model_runner import PLAIN, Dispatch, ModelRunner, Variant, in_calls
+from jaxrl.engine.images import ImageSettings, ImageTable
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.prefill import PrefillChunk, PrefillWork
 from jaxrl.engine.replicas import ReplicaScheduler
-from jaxrl.engine.scheduler import DispatchPlan, Scheduler, Sequence
+from jaxrl.engine.scheduler import DispatchPlan, Scheduler
+from jaxrl.engine.sequence import Sequence
 from jaxrl.engine.states import StateSlots
 from jaxrl.engine.windows import WindowPages
 from jaxrl.models.config import DecoderConfig
@@ -58,6 +61,7 @@ class PagedEngine:
         keep_experts: bool = False,
         filters: tuple[str, ...] = (),
         adjustable: bool = False,
+        images: ImageSettings | None = None,
     ):
         """`max_len` limits prompt plus response, `dtype` is the model's compute dtype.
 
@@ -67,12 +71,14 @@ class PagedEngine:
         are the sampling filters that requests may have, by their config keys; with any, `warmup`
         compiles a second variant of the decode programs for batches in which a request has one.
         `adjustable` accepts requests with adjustments and top logprobs, with another variant.
+        `images` accepts requests with images; its programs are then made for them.
         Raises ValueError for invalid limits.
         """
         check_limits(rollout, cfg, max_len)
         self.cfg, self.rollout = cfg, rollout
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
         self.keep_support, self.filters, self.adjustable = keep_support, filters, adjustable
+        self._accepts: dict[str, Any] = dict(adjustable=adjustable, filters=filters, images=images)
         self.routing = routing_shape(cfg) if keep_experts else None
         self.pool = KVPoolSpec(
             cfg,
@@ -85,7 +91,8 @@ class PagedEngine:
             n_slots=n_state_slots(cfg, rollout),
             tail_dtype=dtype,
         )
-        self.shapes = dispatch_shapes(rollout, max_len, cfg)
+        self.shapes = dispatch_shapes(rollout, max_len, cfg, images)
+        self.images = None if images is None else ImageTable(images)
         self.runner = ModelRunner(
             self.pool,
             self.shapes,
@@ -95,6 +102,7 @@ class PagedEngine:
             keep_support=keep_support,
             keep_experts=keep_experts,
             filters=filters,
+            images=self.images,
             n_pages=lambda: self.scheduler.pool.n_pages,
             on_failure=self.release,
         )
@@ -125,7 +133,9 @@ class PagedEngine:
         self.scheduler.release_prefix(prefix)
 
     def insert(self, prefix: Prefix, request: Request) -> int:
-        """Starts a sequence from a prefix. Returns its slot."""
+        """Starts a sequence from a prefix, which has no images. Returns its slot."""
+        if request.images:
+            raise ValueError("a prefix has no images; submit the request instead")
         self._check(request)
         slot, work = self.scheduler.insert(prefix, request)
         self._copy(work)
@@ -133,12 +143,12 @@ class PagedEngine:
 
     def submit(self, request: Request) -> int:
         self._check(request)
-        return self.scheduler.submit(request)
+        if self.images is None:
+            return self.scheduler.submit(request)
+        return self.images.submit(request, self.scheduler.submit)
 
     def _check(self, request: Request) -> None:
-        check_request(
-            request, self.cfg, self.eos_ids, adjustable=self.adjustable, filters=self.filters
-        )
+        check_request(request, self.cfg, self.eos_ids, **self._accepts)
 
     def generate(self, params: Tree) -> list[Generated]:
         """One round. The next one is dispatched before it is read, where that changes no result."""
@@ -156,6 +166,8 @@ class PagedEngine:
         self._generated = [one for one in self._generated if one.slot != slot]
         if not any(one.finish for one in read):
             self.scheduler.free(slot)
+            if self.images is not None:
+                self.images.remove(slot)
 
     @property
     def n_unfinished(self) -> int:
@@ -253,6 +265,8 @@ class PagedEngine:
         self.runner.release()
         self._scheduler = self._ahead = None
         self._generated = []
+        if self.images is not None:
+            self.images.clear()
 
     @property
     def scheduler(self) -> ReplicaScheduler:
@@ -279,6 +293,7 @@ class PagedEngine:
             row_len=self.shapes.prefill_row_len,
             rows_per_dispatch=self.shapes.prefill_buckets[-1],
             states=StateSlots(n_slots) if n_slots else None,
+            images=self.images,
         )
 
     # Dispatches
@@ -404,9 +419,12 @@ class PagedEngine:
                     continue
                 new, logp, behavior_logp = views[row]
                 finish = "stop" if stopped[row] else "length" if n == seq.remaining else ""
-                error = _grammar_error(seq, new) if seq.allowed is not None and not finish else ""
+                follows = seq.allowed is not None and not finish
+                error = seq.follow_grammar(new.tolist()) if follows else ""
                 finish = "error" if error else finish
                 slot = scheduler.advance(r, seq, new, finish)
+                if finish and self.images is not None:
+                    self.images.remove(slot)
                 support = output.kept_tokens(row, n) if self.keep_support else None
                 experts = output.row_experts(row, n, self.routing) if self.routing else None
                 top = output.top_tokens(row, n) if seq.request.top_logprobs else None
@@ -428,12 +446,3 @@ class PagedEngine:
         stats.n_tokens += output.n_tokens
         stats.n_draft_tokens += output.n_draft_tokens
         stats.n_accepted_tokens += output.n_accepted_tokens
-
-
-def _grammar_error(seq: Sequence, new: np.ndarray) -> str:
-    """Finds the tokens that may follow the new ones; the message if the grammar fails."""
-    try:
-        seq.follow_grammar(new.tolist())
-    except GrammarError as failed:
-        return str(failed) or type(failed).__name__
-    return ""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl.engine.images import ImageTable
 from jaxrl.engine.pages import (
     FREED,
     ITEM,
@@ -29,6 +30,7 @@ class PrefillChunk:
     adapter: int = 0  # of the sequence; 0 = the base model
     source: int = ZERO  # slot of the state before the tokens
     target: int = ZERO  # slot of the state after them
+    axes: np.ndarray | None = None  # int32 [n, 3], positions by axis; None: those of text
 
 
 PageCopy = tuple[int, ...]  # from page, to page; the same of the device pages by window
@@ -77,8 +79,14 @@ class PrefillPlanner:
     without one.
     """
 
-    def __init__(self, pool: PagePool, states: StateSlots | None, row_len: int):
-        self.pool, self.states, self.row_len = pool, states, row_len
+    def __init__(
+        self,
+        pool: PagePool,
+        states: StateSlots | None,
+        row_len: int,
+        images: ImageTable | None = None,
+    ):
+        self.pool, self.states, self.row_len, self.images = pool, states, row_len, images
         # Copy a page for at least this many tokens; computing fewer is faster than a copy.
         self._min_copied_tokens = max(pool.page_len // 4, 1)
         if states is not None:
@@ -275,7 +283,10 @@ class PrefillPlanner:
         """Adds the tokens from `start` on to the work."""
         if start < len(tokens):
             tables = self._tables(found)
-            work.chunks.append(PrefillChunk(tokens[start:], start, tables, adapter, source, target))
+            axes = None if self.images is None else self.images.axis_positions(tokens)
+            axes = None if axes is None else axes[start:]
+            chunk = PrefillChunk(tokens[start:], start, tables, adapter, source, target, axes)
+            work.chunks.append(chunk)
             work.row_budget -= self._n_rows(len(tokens) - start)
             assert work.row_budget >= 0, "prefill exceeds the row budget of its dispatch"
 

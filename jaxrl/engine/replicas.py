@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxrl.engine.api import Prefix, Request
 from jaxrl.engine.prefill import PrefillWork
-from jaxrl.engine.scheduler import DispatchPlan, Scheduler, Sequence
+from jaxrl.engine.scheduler import DispatchPlan, Scheduler
+from jaxrl.engine.sequence import Sequence
 
 
 class ReplicaScheduler:

@@ -9,75 +9,13 @@ import operator
 import numpy as np
 
 from jaxrl.engine.api import Prefix, Request
+from jaxrl.engine.images import ImageTable
 from jaxrl.engine.pages import OutOfPages, PagePool
 from jaxrl.engine.prefill import CachedPrefix, PrefillPlanner, PrefillWork, page_copy
+from jaxrl.engine.sequence import Sequence
 from jaxrl.engine.states import ZERO, StateSlots
 
 _by_slot = operator.attrgetter("slot")
-
-
-class Sequence:
-    """A request with its tokens and pages.
-
-    The KV of its last token is not cached yet: the next decode step feeds that token.
-    """
-
-    def __init__(self, slot: int, request: Request):
-        self.slot, self.request = slot, request
-        self.n_tokens = len(request.tokens)
-        self.max_tokens = self.n_tokens + request.max_tokens  # prompt included
-        self._buffer = np.empty(self.max_tokens, np.int32)
-        self._buffer[: self.n_tokens] = request.tokens
-        self.pages: list[int] = []
-        self.first: tuple[int, ...] = ()  # by window, index of the first page that it still sees
-        # int32 [pages of max_len], `PagePool.tables` of the pages while it runs, then zeros
-        self.tables: dict[int, np.ndarray] = {}
-        self.running = False  # whether it has pages, and dispatches decode it
-        self.state = ZERO  # slot of its state while it runs; of models without one, always this
-        self.mixed_versions = False  # its KV was computed by more than one policy version
-        self.n_chunk_tokens = 0  # tokens prefilled in chunks while it was waiting
-        grammar = request.adjustments and request.adjustments.grammar
-        self._matcher = grammar.matcher() if grammar else None
-        self.stops_at_text = bool(request.sampling.stop)  # which the caller finds
-        self.packed = b""  # the columns of its request in a decode batch, once it was in one
-        # uint32 [W], the tokens that the grammar allows next; None without a grammar
-        self.allowed = self._matcher.allowed() if self._matcher else None
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int32, prompt and response so far."""
-        return self._buffer[: self.n_tokens]
-
-    @property
-    def last_token(self) -> int:
-        return int(self._buffer[self.n_tokens - 1])
-
-    @property
-    def remaining(self) -> int:
-        return self.max_tokens - self.n_tokens
-
-    @property
-    def remaining_in_dispatch(self) -> int:
-        """A grammar's next tokens are known after each token only."""
-        return self.remaining if self._matcher is None else min(self.remaining, 1)
-
-    def follow_grammar(self, tokens: list[int]) -> None:
-        """Finds the tokens that may follow these. Raises GrammarError."""
-        if self._matcher is not None:
-            self._matcher.accept(tokens)
-            self.allowed = self._matcher.allowed()
-
-    def append(self, tokens: np.ndarray | list[int]) -> None:
-        start, self.n_tokens = self.n_tokens, self.n_tokens + len(tokens)
-        self._buffer[start : self.n_tokens] = tokens
-
-    def cached_tokens(self) -> np.ndarray:
-        """The tokens whose KV must be in the cache before the next decode step."""
-        return self.tokens[:-1]
-
-    def n_cached_after(self, n_steps: int) -> int:
-        """Tokens with KV in the cache after `n_steps` more decode steps."""
-        return self.n_tokens - 1 + min(n_steps, self.remaining)
 
 
 @dataclasses.dataclass
@@ -126,8 +64,11 @@ class Scheduler:
         row_len: int,
         rows_per_dispatch: int,
         states: StateSlots | None = None,
+        images: ImageTable | None = None,
     ):
         """`row_len` is a multiple of the page length; `states` are those of a model with states.
+
+        `images` has those of the requests.
 
         The pool forgets the snapshots of pages that it evicts.
         """
@@ -144,7 +85,7 @@ class Scheduler:
         self.n_preempted = 0
         self.n_cached_tokens = 0
         self._next_slot = 0
-        self._prefill = PrefillPlanner(pool, states, row_len)
+        self._prefill = PrefillPlanner(pool, states, row_len, images)
 
     @property
     def n_unfinished(self) -> int:

@@ -173,7 +173,7 @@ def run_programs(
         n_sequences=cfg.data.prompts_per_step * responses,
     )
     if workload is None and (rollout_devices or not cfg.schedule.rollout_workers):
-        programs = _with_engine(programs, params, dtype, memory_bytes, rollout_devices)
+        programs = _with_engine(programs, params, dtype, memory_bytes, rollout_devices, tower)
     for role in cfg.learner.offload:
         idle = [name for name in IDLE_STATE.get(role, ()) if name in resident]
         for name, program in table.items():
@@ -250,8 +250,12 @@ def _with_engine(
     dtype: jnp.dtype,
     memory_bytes: int | float,
     devices: Sequence[Any],
+    tower: TowerConfig | None,
 ) -> RunPrograms:
-    """Adds the rollout's programs, on `devices` if given; `params` are the training weights."""
+    """Adds the rollout's programs, on `devices` if given; `params` are the training weights.
+
+    Prefill reads the features of images if there is a `tower`.
+    """
     cfg, table, mesh = programs.cfg, programs.table, jax.sharding.get_mesh()
     n_workers = cfg.schedule.rollout_workers
     n_sides = n_workers or len({device.process_index for device in mesh.devices.flat})
@@ -261,7 +265,7 @@ def _with_engine(
     else:
         layout = rollout_layout(cfg, programs.decoder, dtype, devices)
         check_idle_policy(cfg, layout)
-    engine = paged_engine(cfg, cfg.rollout, layout, programs.decoder, eos_ids=())
+    engine = paged_engine(cfg, cfg.rollout, layout, programs.decoder, eos_ids=(), tower=tower)
     weights = layout.abstract_weights(programs.decoder, mesh)
     n_bytes = bytes_per_device(weights)
     aliased, copied = (0, 0) if devices else layout.weight_bytes(params)

@@ -26,6 +26,7 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.layout import Layout
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import AgentRunner, Agents
 from jaxrl.rollout.agents.turn import TurnReader
@@ -62,6 +63,7 @@ class Engines:
     progress: Progress
     stop: StopFlag
     n_generating: int  # processes that generate, the first ones
+    encoder: ImageEncoder | None = None  # of the features of images; None: prompts have none
 
     def sample(
         self,
@@ -122,7 +124,7 @@ class Engines:
         With None, an episode is a response of a single turn.
         """
         if environments is None:
-            make_request = sampled_requests(sampling, self.limits.max_tokens)
+            make_request = sampled_requests(sampling, self.limits.max_tokens, self.encoder)
             return SingleTurnRunner(self.engine, make_request, self.renderer.decode)
         if isinstance(environments, Agents):
             return AgentRunner(

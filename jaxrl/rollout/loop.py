@@ -7,11 +7,12 @@ A schedule with staleness runs it dispatch by dispatch, and takes the groups tha
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.engine.api import EngineStats, Request, RequestEngine
+from jaxrl.engine.api import EngineStats, Request, RequestEngine, RequestImage
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
 from jaxrl.types import Decode, Prompt, Rollout, Tree
@@ -253,8 +254,22 @@ class SingleTurnRunner:
         self.turns.cancel(lambda owner: owner is episode)
 
 
-def sampled_requests(sampling: SamplingConfig, max_tokens: int) -> MakeRequest:
-    """Requests that differ in their prompts and random numbers only."""
+def sampled_requests(
+    sampling: SamplingConfig, max_tokens: int, encoder: ImageEncoder | None = None
+) -> MakeRequest:
+    """Requests that differ in their prompts and random numbers only.
+
+    `encoder` computes the features of images, if prompts have any.
+    """
+
+    def encoded(prompt: Prompt) -> Iterator[RequestImage]:
+        assert encoder is not None or not prompt.images, "prompts have no images without an encoder"
+        if encoder is None:
+            return
+        images = [placed.image for placed in prompt.images]
+        for placed, one in zip(prompt.images, encoder.encode(images), strict=True):
+            image = placed.image
+            yield RequestImage(placed.start, image.grid, image.digest, one.rows, one.deep)
 
     def make_request(group: PromptGroup, sample: int) -> Request:
         return Request(
@@ -264,6 +279,7 @@ def sampled_requests(sampling: SamplingConfig, max_tokens: int) -> MakeRequest:
             prompt_id=group.prompt.id,
             sample=sample,
             seed=group.seed,
+            images=tuple(encoded(group.prompt)),
         )
 
     return make_request

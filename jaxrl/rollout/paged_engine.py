@@ -1,10 +1,15 @@
 """The paged engine of a run, in the trainer's process or in a rollout worker."""
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.engine.device.sampling import FILTERS
 from jaxrl.engine.engine import PagedEngine
+from jaxrl.engine.images import ImageSettings
 from jaxrl.layout import Layout
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.vision.config import TowerConfig
 
 
 def paged_engine(
@@ -15,8 +20,9 @@ def paged_engine(
     eos_ids: tuple[int, ...],
     *,
     adjustable: bool = False,
+    tower: TowerConfig | None = None,
 ) -> PagedEngine:
-    """The engine with the sizes in `rollout`.
+    """The engine with the sizes in `rollout`, for requests with images of `tower` if it is given.
 
     It has the sampling filters of the run and of its validation; with `adjustable`, which is as in
     PagedEngine, all of them.
@@ -35,4 +41,12 @@ def paged_engine(
         keep_experts=cfg.learner.router_replay == "R3",
         filters=tuple(name for name in FILTERS if adjustable or name in used),
         adjustable=adjustable,
+        images=None if tower is None else image_settings(tower, decoder, layout.dtype),
     )
+
+
+def image_settings(tower: TowerConfig, decoder: DecoderConfig, dtype: jnp.dtype) -> ImageSettings:
+    """The images that the engine of a model with a tower reads."""
+    by_axis = any(mixer.rope.mrope_section for mixer in decoder.paged_layers)
+    merge = tower.merge if by_axis else 0
+    return ImageSettings(tower.token, tower.out_D, len(tower.deepstack), merge, np.dtype(dtype))

@@ -113,6 +113,7 @@ def test_sequences_get_a_token_in_every_chunk_of_a_long_prompt(long_llama):
     assert made[long] == want[0]
 
 
+@pytest.mark.thorough
 def test_a_long_prompt_is_not_chunked_when_idle(long_llama):
     cfg, params = long_llama
     engine = long_engine(cfg)
@@ -122,6 +123,7 @@ def test_a_long_prompt_is_not_chunked_when_idle(long_llama):
     assert engine.take_stats().n_prefill_tokens == 899 and not has_mixed(dispatched)
 
 
+@pytest.mark.thorough
 def test_a_cancelled_prompt_holds_no_pages_and_its_chunks_stay_cached(long_llama):
     cfg, params = long_llama
     [want] = run(long_engine(cfg), params, [SHORT])

@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import FREED, ROOT, OutOfPages, PagePool, read_only
 from jaxrl.engine.prefill import PrefillWork
-from jaxrl.engine.scheduler import DispatchPlan, Scheduler, Sequence
+from jaxrl.engine.scheduler import DispatchPlan, Scheduler
+from jaxrl.engine.sequence import Sequence
 from jaxrl.engine.states import StateSlots
 from jaxrl.engine.windows import WindowPages
 

@@ -59,6 +59,7 @@ def assert_trainers(params, requests, results, cfg=HYBRID):
         assert np.min(row) < -1
 
 
+@pytest.mark.thorough
 def test_logprobs_are_the_trainers_with_shared_prompts_preemption_and_few_snapshots(hybrid):
     requests = make_requests(6, max_tokens=40, ignore_stop=True)
     engine = make_engine(HYBRID, **SIZES, state_snapshots=1)

@@ -96,6 +96,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
+@pytest.mark.thorough
 def test_given_experts_are_applied_with_the_weights_of_the_current_router(one_device):
     """The reference is the sum over the experts of a token, in numpy; a token of -1 has its own."""
     layer = new_params(model=LISTED).layers[0].mlp

@@ -4,6 +4,7 @@ Tests of jaxrl/plan.py and of jaxrl/planner: compilation.py, model_shape.py, pla
 report.py and topology.py. tests/trainer/test_plan_check.py covers check.py.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -153,6 +154,7 @@ def test_jobs_without_a_plan_are_rejected(words, message):
         read([config, "--topology=cpu:8", *words])
 
 
+@pytest.mark.thorough
 def test_the_tower_and_features_of_images_are_counted():
     text = model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
     cfg, workload = (
@@ -175,6 +177,23 @@ def test_the_tower_and_features_of_images_are_counted():
     B = 8 * rows
     more = [(B, T, D), (B, T), (B, T, n, D), (B, T, 3)]
     assert sorted(sizes[1]) == sorted([*sizes[0], *more])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("program", "deltas"), [("prefill", []), ("mixed", [(64,)])])
+def test_prefill_reads_the_features_of_images(program, deltas):
+    text = model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
+    tower = tower_shape(str(ROOT / "tests/models/vision/golden/qwen3_vl"))
+    tower = dataclasses.replace(tower, out_D=text.D)
+    cfg = run(algorithm__kl_coef=0.0, mesh__tensor=1, mesh__replica=2)
+    with jax.set_mesh(make_mesh(topology("cpu:8").devices, fsdp=4, replica=2)):
+        plain, seen = (run_programs(cfg, text, 1e9, tower=one) for one in (None, tower))
+        lowered = [one.table[program].lower().in_avals for one in (plain, seen)]
+    sizes = [collections.Counter(a.shape for a in jax.tree.leaves(avals)) for avals in lowered]
+    B, T = next(shape[:2] for shape in sizes[1] if shape[2:] == (3,))
+    n, D = len(tower.deepstack), tower.out_D
+    more = [(B, T, D), (B, T), (B, T, n, D), (B, T, 3), *deltas]  # deltas: of decode's positions
+    assert sizes[1] == sizes[0] + collections.Counter(more)
 
 
 def test_state_bytes_follow_from_the_parameter_table(plan):

@@ -372,23 +372,14 @@ def test_invalid_follow_options_are_rejected(model_folder, more, message, capsys
     assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("more", "changes"),
     [
         (["--config.mesh.tensor=2"], {}),
-        pytest.param(
-            ["--config.model.dtype=bfloat16"], {"stacked": True}, marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            ["--config.rollout.dtype=int8", "--config.model.layers=stacked"],
-            {},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            ["--config.rollout.dtype=int8"],
-            {"heads": ("vocab", "score")},
-            marks=pytest.mark.thorough,
-        ),
+        (["--config.model.dtype=bfloat16"], {"stacked": True}),
+        (["--config.rollout.dtype=int8", "--config.model.layers=stacked"], {}),
+        (["--config.rollout.dtype=int8"], {"heads": ("vocab", "score")}),
     ],
 )
 def test_weights_are_placed_in_the_engines_layout_one_module_at_a_time(

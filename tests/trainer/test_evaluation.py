@@ -96,6 +96,7 @@ def test_evaluating_a_run_repeats_its_validation(tiny_config):
     )
 
 
+@pytest.mark.thorough
 def test_an_evaluation_writes_a_summary_per_data_source_and_its_samples(
     tiny_config, tmp_path, capsys
 ):

@@ -120,6 +120,7 @@ def sample_adjusted(
     *,
     rules: Rules,
     keep_support: bool = False,
+    never: int | None = None,
 ) -> Sample:
     """As `sampling.sample_sharded`, from adjusted logits.
 
@@ -129,7 +130,9 @@ def sample_adjusted(
     """
 
     def sample_rows(logits, uniform, params: SamplingParams, state: RowState) -> Sample:
-        sampled = sample(adjust(logits, state), uniform, params, keep_support=keep_support)
+        sampled = sample(
+            adjust(logits, state), uniform, params, keep_support=keep_support, never=never
+        )
         temperature = jnp.where(params.temperature <= 0, 1.0, params.temperature)
         logp = _log_softmax(materialize(logits / temperature[:, None]))
         return dataclasses.replace(

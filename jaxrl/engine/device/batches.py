@@ -12,11 +12,13 @@ from jaxrl.engine.api import LogitAdjustments, Request
 from jaxrl.engine.device.adjustments import MAX_BIAS, Adjustments
 from jaxrl.engine.device.decode_loop import DecodeBatch
 from jaxrl.engine.device.kv_pool import window_page_counts
-from jaxrl.engine.device.programs import PrefillBatch
+from jaxrl.engine.device.programs import PrefillBatch, PrefillImages
 from jaxrl.engine.device.sampling import FILTERS, SamplingParams
+from jaxrl.engine.images import ImageSettings, ImageTable
 from jaxrl.engine.prefill import PrefillChunk
-from jaxrl.engine.scheduler import Sequence as RunningSequence
+from jaxrl.engine.sequence import Sequence as RunningSequence
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.image_features import ImageFeatures
 from jaxrl.models.paged import PrefillSlots
 
 MAX_STOP_IDS = 16  # stop token ids per request
@@ -40,9 +42,15 @@ class DispatchShapes:
     mixed: bool  # whether prefill and a decode step may share a dispatch
     adapters: bool  # whether every row has an adapter, or none
     states: bool  # whether every sequence has a slot of state
+    images: ImageSettings | None  # None: no request has images
 
 
-def dispatch_shapes(rollout: RolloutConfig, max_len: int, cfg: DecoderConfig) -> DispatchShapes:
+def dispatch_shapes(
+    rollout: RolloutConfig,
+    max_len: int,
+    cfg: DecoderConfig,
+    images: ImageSettings | None = None,
+) -> DispatchShapes:
     """The shapes for `rollout`, the model and sequences of up to `max_len` tokens.
 
     Mixing prefill with decode needs prompts long enough to fill a dispatch (those of all slots
@@ -65,6 +73,7 @@ def dispatch_shapes(rollout: RolloutConfig, max_len: int, cfg: DecoderConfig) ->
         mixed=rollout.prefix_cache and prompt_rows >= prefill[-1],
         adapters=cfg.lora is not None and cfg.lora.n_stacked > 0,
         states=bool(cfg.state_layers),
+        images=images,
     )
 
 
@@ -113,6 +122,7 @@ def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:
             chunk,
             tokens=chunk.tokens[i : i + row_len],
             start=chunk.start + i,
+            axes=None if chunk.axes is None else chunk.axes[i : i + row_len],
             source=chunk.target if i else chunk.source,
         )
         for chunk in chunks
@@ -120,8 +130,10 @@ def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:
     ]
 
 
-def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> PrefillBatch:
-    """The arrays of prefill rows, None being padding."""
+def prefill_batch(
+    rows: list[PrefillChunk | None], shapes: DispatchShapes, images: ImageTable | None = None
+) -> PrefillBatch:
+    """The arrays of prefill rows, None being padding; `images` has those of their tokens."""
     tokens = np.zeros((len(rows), shapes.prefill_row_len), np.int32)
     positions = np.full((len(rows), shapes.prefill_row_len), -1, np.int32)
     for b, row in enumerate(rows):
@@ -131,7 +143,28 @@ def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> Pr
     ids = [0 if row is None else row.adapter for row in rows]
     adapters = np.array(ids, np.int32) if shapes.adapters else None
     tables = _prefill_tables(rows, shapes)
-    return PrefillBatch(tokens, positions, tables, adapters, _prefill_slots(rows, shapes))
+    slots, found = _prefill_slots(rows, shapes), None
+    if images is not None:
+        found = _prefill_images(rows, tokens, positions, images)
+        tokens = np.where(tokens < 0, images.settings.token, tokens)
+    return PrefillBatch(tokens, positions, tables, adapters, slots, found)
+
+
+def _prefill_images(
+    rows: list[PrefillChunk | None],
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    images: ImageTable,
+) -> PrefillImages:
+    """The features of the tokens of images, and positions by axis of a model that has them."""
+    axes = None
+    if images.settings.merge:
+        axes = np.repeat(positions[..., None], 3, axis=-1)
+        for b, row in enumerate(rows):
+            if row is not None and row.axes is not None:
+                axes[b, : len(row.axes)] = row.axes
+    features, deep = images.features(tokens)
+    return PrefillImages(ImageFeatures(features, tokens < 0, deep), axes)
 
 
 def _prefill_slots(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> PrefillSlots | None:
@@ -165,7 +198,7 @@ def decode_batch(
 
     requests = np.full(n_rows, PADDING)
     requests[index] = np.frombuffer(
-        b"".join([seq.packed or _pack(seq, eos_ids) for seq in seqs]), REQUEST
+        b"".join([seq.packed or _pack(seq, eos_ids, shapes.images) for seq in seqs]), REQUEST
     )
     fixed = {name: np.ascontiguousarray(requests[name]) for name in requests.dtype.names or ()}
     rows = pad_replicas(by_replica, bucket) if shapes.keep_history or adjusted else []
@@ -179,10 +212,11 @@ def decode_batch(
         stop_ids=fixed["stop_ids"],
         page_tables=decode_tables(by_replica, bucket, shapes),
         sampling=SamplingParams(fixed["temperature"], **{name: fixed[name] for name in filters}),
-        history=_history(rows, shapes.history_len) if rows else None,
+        history=_history(rows, shapes) if rows else None,
         adjustments=_adjustments(rows, shapes.n_vocab) if adjusted else None,
         adapter=fixed["adapter"] if shapes.adapters else None,
         slots=column(np.int32, 0, [seq.state for seq in seqs]) if shapes.states else None,
+        delta=fixed["delta"] if shapes.images is not None and shapes.images.merge else None,
     )
 
 
@@ -197,19 +231,22 @@ REQUEST = np.dtype(
         ("top_p", np.float32),
         ("min_p", np.float32),
         ("adapter", np.int32),
+        ("delta", np.int32),
         ("stop_ids", np.int32, MAX_STOP_IDS),
     ]
 )
-PADDING = np.array((0, 0, 0, 0, 0, 1, 0, 0, -1), REQUEST)
+PADDING = np.array((0, 0, 0, 0, 0, 1, 0, 0, 0, -1), REQUEST)
 
 
-def _pack(seq: RunningSequence, eos_ids: tuple[int, ...]) -> bytes:
+def _pack(seq: RunningSequence, eos_ids: tuple[int, ...], images: ImageSettings | None) -> bytes:
     """The REQUEST of a sequence, which keeps it."""
     request, sampling, row = seq.request, seq.request.sampling, PADDING.copy()
     row["seed"], row["prompt_id"] = request.seed & UINT32, request.prompt_id & UINT32
     row["sample"], row["adapter"] = request.sample, request.adapter
     for name in ("temperature", "top_k", "top_p", "min_p"):
         row[name] = getattr(sampling, name)
+    if images is not None:
+        row["delta"] = images.delta(request.images)
     if not request.ignore_stop:
         ids = stop_ids(request, eos_ids)
         row["stop_ids"][: len(ids)] = ids
@@ -261,12 +298,12 @@ def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     return eos_ids + request.sampling.stop_token_ids
 
 
-def _history(rows: list[RunningSequence | None], length: int) -> np.ndarray:
-    tokens = np.zeros((len(rows), length), np.int32)
+def _history(rows: list[RunningSequence | None], shapes: DispatchShapes) -> np.ndarray:
+    tokens = np.zeros((len(rows), shapes.history_len), np.int32)
     for b, row in enumerate(rows):
         if row is not None:
             tokens[b, : row.n_tokens] = row.tokens
-    return tokens
+    return tokens if shapes.images is None else np.where(tokens < 0, shapes.images.token, tokens)
 
 
 def decode_tables(
@@ -315,12 +352,18 @@ def check_request(
     *,
     adjustable: bool,
     filters: tuple[str, ...],
+    images: ImageSettings | None = None,
 ) -> None:
     """Raises ValueError if no row of a batch can have the request."""
     n_adapters = cfg.lora.n_stacked if cfg.lora else 0
     if not 0 <= request.adapter <= n_adapters:
         raise ValueError(
             f"adapter {request.adapter} of a request is not there; the engine has {n_adapters}"
+        )
+    if request.images and images is None:
+        raise ValueError(
+            "a request has images, and this engine was built without; use a model with a vision "
+            "tower and set data.images=True"
         )
     if (n := len(stop_ids(request, eos_ids))) > MAX_STOP_IDS:
         raise ValueError(

@@ -30,7 +30,7 @@ from jaxrl.engine.device.sampling import (
     sample_sharded,
     uniforms,
 )
-from jaxrl.engine.scheduler import Sequence
+from jaxrl.engine.sequence import Sequence
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder
@@ -199,6 +199,7 @@ def decode_steps(
     max_steps: int,
     keep_support: bool = False,
     keep_experts: bool = False,
+    never: int | None = None,
 ) -> tuple[KVCache, DispatchOutput, DecodeState]:
     """Up to `n_steps` decode steps of one replica.
 
@@ -226,7 +227,15 @@ def decode_steps(
             rotary=batch.rotary(position[:, None]),
         )
         new, token = sample_tokens(
-            params, hidden, keys, position, batch, counts, rules, keep_support=keep_support
+            params,
+            hidden,
+            keys,
+            position,
+            batch,
+            counts,
+            rules,
+            keep_support=keep_support,
+            never=never,
         )
         out = out.at_step(step, new.with_experts(load, params.cfg) if keep_experts else new)
         if counts is not None:
@@ -261,8 +270,9 @@ def sample_tokens(
     rules: Rules,
     *,
     keep_support: bool,
+    never: int | None = None,
 ) -> tuple[DispatchOutput, Int[Array, "B"]]:
-    """Samples the token after each `position`.
+    """Samples the token after each `position`, which is not the token `never`.
 
     Returns the output of one step, with the token -1 in padding rows, and the token as sampled.
     """
@@ -274,6 +284,7 @@ def sample_tokens(
         batch.row_state(counts, position),
         rules=rules,
         keep_support=keep_support,
+        never=never,
     )
     token = jnp.where(position >= 0, sampled.token, -1)
     columns = dataclasses.replace(sampled, token=token).columns()[:, :, None]
@@ -289,11 +300,13 @@ def sample_logits(
     *,
     rules: Rules,
     keep_support: bool,
+    never: int | None = None,
 ) -> Sample:
     """Samples from the logits, adjusted if there is a state."""
-    if state is None:
-        return sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
-    return sample_adjusted(logits, uniform, sampling, state, rules=rules, keep_support=keep_support)
+    draw = sample_sharded
+    if state is not None:
+        draw = functools.partial(sample_adjusted, state=state)
+    return draw(logits, uniform, sampling, rules=rules, keep_support=keep_support, never=never)
 
 
 @dataclasses.dataclass(frozen=True)

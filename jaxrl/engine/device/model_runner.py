@@ -29,8 +29,9 @@ from jaxrl.engine.device.decode_loop import (
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
+from jaxrl.engine.images import ImageTable
 from jaxrl.engine.prefill import PageCopy, PrefillChunk, StateCopy
-from jaxrl.engine.scheduler import Sequence
+from jaxrl.engine.sequence import Sequence
 from jaxrl.models.kv_cache import KVCache, page_rules
 from jaxrl.runtime.flat_program import Flattened, FlatTree, flatten, unflatten
 from jaxrl.types import Tree
@@ -76,10 +77,13 @@ class ModelRunner:
         keep_support: bool,
         keep_experts: bool,
         filters: tuple[str, ...],
+        images: ImageTable | None,
         n_pages: Callable[[], int],
         on_failure: Callable[[], None],
     ):
         """`filters` are the sampling filters of programs that have any, by their config keys.
+
+        `images` has the images of the sequences; None: no sequence has any.
 
         `n_pages` gives the size of each replica's pool when the cache is allocated.
 
@@ -92,7 +96,9 @@ class ModelRunner:
             else None
         )
         model = {"rules": pool.rules, "implementation": implementation}
+        never = None if images is None else images.settings.token
         samples = model | {"keep_support": keep_support, "keep_experts": keep_experts}
+        samples |= {"never": never}
         decodes = {
             "max_steps": rollout.steps_per_dispatch,
             "speculation": self.speculation,
@@ -115,7 +121,7 @@ class ModelRunner:
         self._cache: FlatTree | None = None
         self._flat = Flattened()  # of the parameters, which every call gets again
         self.device_s = 0.0  # wall time of program calls
-        self._eos_ids, self._filters = eos_ids, filters
+        self._eos_ids, self._filters, self._images = eos_ids, filters, images
         self._filters_rollouts = bool(rollout.sampling.filters)
         self._n_pages, self._on_failure = n_pages, on_failure
 
@@ -341,7 +347,7 @@ class ModelRunner:
         )
 
     def _prefill_batch(self, rows: list[list[PrefillChunk]], bucket: int) -> PrefillBatch:
-        return prefill_batch(pad_replicas(rows, bucket), self.shapes)
+        return prefill_batch(pad_replicas(rows, bucket), self.shapes, self._images)
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:

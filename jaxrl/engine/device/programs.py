@@ -175,6 +175,7 @@ def mixed(
     implementation: str | None,
     keep_support: bool = False,
     keep_experts: bool = False,
+    never: int | None = None,
 ) -> tuple[FlatTree, DispatchOutput]:
     """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
 
@@ -211,6 +212,7 @@ def mixed(
             batch.counts(params.cfg.V),
             local,
             keep_support=keep_support,
+            never=never,
         )
         return cache, out.with_experts(load, params.cfg) if keep_experts else out
 
@@ -317,6 +319,7 @@ def decode(
     speculation: SpeculationConfig | None = None,
     keep_support: bool = False,
     keep_experts: bool = False,
+    never: int | None = None,
 ) -> tuple[FlatTree, DispatchOutput, DecodeState]:
     """Up to `n_steps` decode steps, until every replica runs `exit_at` sequences or fewer.
 
@@ -339,6 +342,7 @@ def decode(
             max_steps=max_steps,
             keep_support=keep_support,
             keep_experts=keep_experts,
+            never=never,
         )
 
     run = per_replica(

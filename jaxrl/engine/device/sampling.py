@@ -94,6 +94,7 @@ def sample(
     params: SamplingParams,
     *,
     keep_support: bool = False,
+    never: int | None = None,
 ) -> Sample:
     """Next tokens and their logprobs.
 
@@ -105,10 +106,14 @@ def sample(
     that the gap between the two is purely numerical. `behavior_logp` is of the same distribution
     restricted to the kept tokens: logp - log Z with their probability Z. It equals `logp` bit by
     bit in rows without a filter. Both have temperature 1 in greedy rows. `keep_support` returns the
-    kept tokens of programs with filters.
+    kept tokens of programs with filters. The token `never` is not sampled; only `logp` counts it.
     """
     greedy = params.temperature <= 0
-    softmax = softmax_of_blocks(logits, jnp.where(greedy, 1.0, params.temperature))
+    temperature = jnp.where(greedy, 1.0, params.temperature)
+    absent = None if never is None else logits[:, never] / temperature
+    if never is not None:
+        logits = logits.at[:, never].set(-jnp.inf)
+    softmax = softmax_of_blocks(logits, temperature)
     sums, kept_of_block = softmax.sums, softmax.block_weights
     log_mass, support = jnp.zeros_like(softmax.top), None
     if params.filtered:
@@ -130,8 +135,10 @@ def sample(
     # Rounding in the sums could select a token of weight zero between two others.
     token = jnp.where(greedy | (weight == 0), softmax.argmax, drawn)
     chosen = softmax.logit(token)
-    logp = token_logp(chosen, softmax.top, softmax.summands(logits.shape[1]))
-    return Sample(token, logp, logp - log_mass, support)
+    logp = behavior_logp = token_logp(chosen, softmax.top, softmax.summands(logits.shape[1]))
+    if absent is not None:
+        logp -= jnp.log1p(jnp.exp(absent - softmax.top) / row_sum(softmax.sums))
+    return Sample(token, logp, behavior_logp - log_mass, support)
 
 
 def _log_sum(sums: Float[Array, "B n"]) -> Float[Array, "B"]:
@@ -334,9 +341,10 @@ def sample_sharded(
     *,
     rules: Rules,
     keep_support: bool = False,
+    never: int | None = None,
 ) -> Sample:
     """`sample` with the rows sharded over the devices that hold shards of the vocabulary."""
-    sample_rows = functools.partial(sample, keep_support=keep_support)
+    sample_rows = functools.partial(sample, keep_support=keep_support, never=never)
     return map_rows(sample_rows, rules, n_rows=uniform.shape[0])(logits, uniform, params)
 
 

@@ -84,6 +84,7 @@ def speculative_steps(
     config: SpeculationConfig,
     keep_support: bool = False,
     keep_experts: bool = False,
+    never: int | None = None,
 ) -> tuple[KVCache, DispatchOutput, DecodeState]:
     """Up to `max_steps` forward passes of one replica and `n_tokens` tokens per sequence.
 
@@ -132,7 +133,13 @@ def speculative_steps(
             seen = count_drafts(token_counts, drafts, live)
             state = RowState(adjustments, seen, stop_ids, positions.reshape(-1))
         sampled = sample_logits(
-            logits, uniform, sampling, state, rules=rules, keep_support=keep_support
+            logits,
+            uniform,
+            sampling,
+            state,
+            rules=rules,
+            keep_support=keep_support,
+            never=never,
         )
         token = sampled.token.reshape(B, W)
 

@@ -110,6 +110,7 @@ class TowerConfig:
     deepstack: tuple[int, ...] = ()  # blocks whose outputs enter the decoder's first layers
     window: int = 0  # tokens on each side of a window of attention; 0 = none
     full_layers: tuple[int, ...] = ()  # with windows, the blocks that see whole images
+    token: int = 0  # the placeholder of its tokens in a text
     lora: LoRA | None = None  # its targets are names of `linear_layers` (adapters.py)
 
     @property

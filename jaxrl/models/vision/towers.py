@@ -1,5 +1,6 @@
 """The vision tower of a Hugging Face folder's config.json."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,17 @@ def tower_from_hf(config: Mapping[str, Any]) -> TowerConfig:
         raise ValueError(f"model_type of vision_config is {found!r}; {known} is supported")
     check_known({k: v for k, v in vision.items() if k != "architectures"}, module.ENTRIES, found)
     check_types(vision, module.DEFAULTS)
-    cfg = module.from_hf(config)
+    cfg = dataclasses.replace(module.from_hf(config), token=image_token(config))
     check_sizes(cfg)
     return cfg
+
+
+def image_token(config: Mapping[str, Any]) -> int:
+    """The placeholder of the tokens of an image; Gemma 3 names it image_token_index."""
+    name = "image_token_index" if "image_token_index" in config else "image_token_id"
+    if type(token := config.get(name)) is not int or token < 0:
+        raise wrong(name, token, "the number of a token")
+    return token
 
 
 def check_types(vision: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -104,4 +113,5 @@ def check_sizes(cfg: TowerConfig) -> None:
 
 def tower_to_hf(cfg: TowerConfig) -> dict[str, Any]:
     """The entries of config.json from which `tower_from_hf` reads `cfg`, except adapters."""
-    return dict(model_type=cfg.family) | TOWERS[cfg.family].to_hf(cfg)
+    own = dict(model_type=cfg.family, image_token_id=cfg.token)
+    return own | TOWERS[cfg.family].to_hf(cfg)

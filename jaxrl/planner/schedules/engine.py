@@ -11,7 +11,7 @@ from jaxrl.engine.device.batches import DispatchShapes, exit_size
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
 from jaxrl.engine.scheduler import DispatchPlan, Scheduler
-from jaxrl.engine.scheduler import Sequence as RunningSequence
+from jaxrl.engine.sequence import Sequence as RunningSequence
 from jaxrl.types import Tree
 
 NO_LOGP = np.empty(0, np.float32)

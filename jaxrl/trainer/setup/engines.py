@@ -11,6 +11,7 @@ from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.layout import Layout, check_idle_policy, rollout_layout
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.episode import AgentLimits
@@ -38,13 +39,18 @@ def check_rollout_layout(cfg: RunConfig, policy: Policy) -> None:
         check_idle_policy(cfg, layout)
 
 
-def open_engines(host: HostSide, policy: Policy, rollout: RolloutConfig) -> Engines:
-    """The engine of this process with the sizes in `rollout`, or the workers of the rollout."""
+def open_engines(
+    host: HostSide, policy: Policy, rollout: RolloutConfig, encoder: ImageEncoder | None = None
+) -> Engines:
+    """The engine of this process with the sizes in `rollout`, or the workers of the rollout.
+
+    `encoder` computes the features of images, if the run has any.
+    """
     session, cfg, models = host.session, host.session.cfg, host.models
     eos_ids = stop_ids(models.folders.policy, models.renderer.tokenizer)
     if session.ray is None:
         layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
-        engine = paged_engine(cfg, rollout, layout, policy.decoder, eos_ids)
+        engine = paged_engine(cfg, rollout, layout, policy.decoder, eos_ids, tower=models.tower)
     else:
         layout, engine = make_workers(session.ray, host, policy)
     check_independent_engines(cfg, layout)
@@ -65,6 +71,7 @@ def open_engines(host: HostSide, policy: Policy, rollout: RolloutConfig) -> Engi
         progress=session.progress,
         stop=session.stop,
         n_generating=generating_processes(cfg),
+        encoder=encoder,
     )
 
 

@@ -129,17 +129,29 @@ def check_items(session: Session, iterator: Batches, val: Sequence) -> None:
     check_same_order(iterator.state())
 
 
-def make_prompt_maker(cfg: RunConfig, models: Models) -> ItemMaker[Prompt]:
-    """Makes prompts with the answers that the reward functions need and can match.
-
-    Raises ValueError for prompts with images, which the engine does not read yet.
-    """
-    if models.images is not None:
+def check_image_rollouts(cfg: RunConfig, decoder: DecoderConfig) -> None:
+    """Raises ValueError if responses to images cannot be sampled in this run."""
+    reasons = {
+        f"a {decoder.family} model, whose engine would need all tokens of an image at once": any(
+            mixer.whole_images for mixer in decoder.attention_layers
+        ),
+        "environments and agents (config.env)": cfg.env.episodes,
+        f"config.schedule.mode={cfg.schedule.mode!r}": cfg.schedule.mode == "async",
+        "rollout workers (config.schedule.rollout_workers)": cfg.schedule.rollout_workers,
+        "several processes": hosts.n_processes() > 1,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(
-            "config.data.images: responses to images cannot be sampled yet; supervised "
-            "fine-tuning (python -m jaxrl.sft) reads images. Set data.images=False, and remove "
-            "the images from the rows if the text alone is the task"
+            f"config.data.images: responses to images cannot be sampled yet with {found[0]}; "
+            "change it, or set data.images=False and remove the images from the rows if the text "
+            "alone is the task"
         )
+
+
+def make_prompt_maker(cfg: RunConfig, models: Models) -> ItemMaker[Prompt]:
+    """Makes prompts with the answers that the reward functions need and can match."""
+    if models.images is not None:
+        check_image_rollouts(cfg, models.decoder)
     answer_for = ", ".join(need_answer(cfg.reward.functions))
     maker = prompt_maker(models.renderer, cfg.data, answer_for=answer_for, images=models.images)
     return with_checked_truths(maker, cfg.reward.functions)

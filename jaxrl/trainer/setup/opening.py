@@ -64,7 +64,7 @@ from jaxrl.trainer.setup.host import HostSide, open_evaluation_host, open_host, 
 from jaxrl.trainer.setup.session import open_session, record_start
 from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
 from jaxrl.types import Prompt, TrainState
-from sharding import hosts, to_host
+from sharding import Rules, hosts, to_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,9 @@ def open_evaluation(
         layout = engines.layout
         assert isinstance(layout, Layout) and host.rewards is not None
         stack.enter_context(layout.on_mesh())
+        if (encoder := make_encoder(host, policy, layout.rules)) is not None:
+            encoder.load()
+            engines = dataclasses.replace(engines, encoder=encoder)
         with session.progress.waiting("loading weights, compiling prefill and decode"):
             folder = host.models.folders.policy
             params = load_params(folder, layout.rules, policy.decoder, layout.dtype)
@@ -153,7 +156,7 @@ def open_devices(host: HostSide) -> Devices:
     reward_model = load_reward_model(host, policy)
     rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
     learner = build_learner(host, policy)
-    engines = open_engines(host, policy, rollout)
+    engines = open_engines(host, policy, rollout, learner.encoder)
     threads = host.session.stack.enter_context(CompileThreads())
     threads.lower(lowered_before_loading(cfg, learner, engines.layout, engines.engine))
     return Devices(host, policy, learner, threads, engines, reward_model)
@@ -193,10 +196,6 @@ def build_learner(host: HostSide, policy: Policy) -> Learner:
     """
     cfg, folders, iterator = host.session.cfg, host.models.folders, host.iterator
     assert iterator is not None
-    encoder = None
-    if (tower := host.models.tower) is not None:
-        rules = training_rules(cfg)
-        encoder = ImageEncoder(folders.policy, tower, policy.decoder, rules, policy.dtype)
     return make_learner(
         cfg,
         policy.decoder,
@@ -204,8 +203,16 @@ def build_learner(host: HostSide, policy: Policy) -> Learner:
         total_steps=cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs,
         backbones=folders.other_configs(),
         critic_folder=folders.critic,
-        encoder=encoder,
+        encoder=make_encoder(host, policy, training_rules(cfg)),
     )
+
+
+def make_encoder(host: HostSide, policy: Policy, rules: Rules) -> ImageEncoder | None:
+    """Returns the encoder of images on the current mesh, or None for a run without images."""
+    models = host.models
+    if models.tower is None:
+        return None
+    return ImageEncoder(models.folders.policy, models.tower, policy.decoder, rules, policy.dtype)
 
 
 def start_run(devices: Devices) -> Run:

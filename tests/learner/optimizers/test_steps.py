@@ -131,7 +131,8 @@ def test_an_offloaded_state_of_listed_layers_takes_the_same_steps():
         same_bits(walk(kind, LISTED, 2, offload=True), walk(kind, LISTED, 2))
 
 
-@pytest.mark.parametrize("kind", graded(["adamw", "lion"], default=["adamw"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["adamw", "lion"])
 def test_blocks_of_a_tables_rows_take_the_step_of_the_table(kind, monkeypatch):
     """Tables of 96 x 32 numbers per device, in three blocks of 4,096 bytes."""
     # A loop is fused in another way, which changes the last bit of some numbers.

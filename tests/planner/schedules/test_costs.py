@@ -134,6 +134,7 @@ def test_a_split_that_cannot_be_is_rejected(devices, changes, message):
         costs(**changes).split(devices)
 
 
+@pytest.mark.thorough
 def test_the_search_names_the_best_schedule(monkeypatch):
     monkeypatch.setattr(search, "STALENESS", (1,))
     lengths = response_lengths("lognormal?mean=30&sigma=1", 100, 4, limit=64)
