@@ -2,13 +2,13 @@
 
 tests/models/golden_adapters/<name>/ has an adapter for every checkpoint in tests/models/golden/
 whose linear layers are not those of others, saved by PEFT, and the logits of PEFT's torch model;
-<name>_dora/ has one of DoRA. Image-and-text checkpoints have one of the language model, in the class
-of transformers with the tower. <name>_experts/ has one of the experts and of q_proj, with a tensor
-per expert: PEFT reads this format and does not write it, because transformers 5 fuses the experts.
-<name>_tables/ has one of the embedding table, the output head and q_proj. <name>_scores/ has one of
-a classifier in tests/models/golden_scores/, with its trained score head, and the score of each
-token. Folders that exist are kept. With --check=FOLDER, it loads the adapters in FOLDER/<name> into
-the checkpoints and compares the logits or scores with those in their golden.npz.
+<name>_dora/ has one of DoRA. Those of image-and-text checkpoints are of the language model, in the
+class of transformers with the tower. <name>_experts/ has one of the experts and of q_proj, with a
+tensor per expert: PEFT reads this format and does not write it, because transformers 5 fuses the
+experts. <name>_tables/ has one of the embedding table, the output head and q_proj. <name>_scores/
+has one of a classifier in tests/models/golden_scores/, with its trained score head, and the score
+of each token. Folders that exist are kept. With --check=FOLDER, it loads the adapters in
+FOLDER/<name> into the checkpoints and compares the logits or scores with those in their golden.npz.
 
 torch and peft are not dependencies of the project; run this in a separate environment:
     python -m venv /tmp/peft && /tmp/peft/bin/pip install torch peft transformers safetensors numpy

@@ -129,9 +129,9 @@ def test_a_classifier_has_no_drafter(tmp_path):
     source = folder_with(DRAFTER, tmp_path / "source")
     cfg = folder_config(source)
     assert [tensor.name for tensor in copied_parts(export_form(cfg, source))] == [
-        "model.visual.pos_embed.weight",
         "mtp.fc.weight",
         "mtp.norm.weight",
+        "model.visual.pos_embed.weight",
         "mtp.layers.0.mlp.experts.gate_up_proj",
     ]
     assert not export_form(dataclasses.replace(cfg, heads=("score",)), source).copied
