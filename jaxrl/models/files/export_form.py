@@ -30,7 +30,7 @@ def same_name(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ExportForm:
-    """What an export writes next to the parameters of the language model, and how it names them."""
+    """Names of the parameters in the files of an export, and the tensors copied next to them."""
 
     whole: bool = False  # the image-and-text model; else the language model alone, or a classifier
     joined: bool = False  # all experts of a layer are one tensor
