@@ -36,6 +36,7 @@ from jaxrl.models.config import (
 )
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.families.entries import WITHOUT_EFFECT
+from jaxrl.models.files.export_form import copied_tensors
 from jaxrl.models.files.hf_config import FAMILIES, config_path, folder_config, same_model
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.hf_save import save_model
@@ -43,7 +44,7 @@ from jaxrl.models.files.quantized.scheme import folder_scheme, without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors, kept_tensors, skipped_parts
+from jaxrl.models.files.weight_files import find_tensors, skipped_parts
 from jaxrl.models.layer_runs import layer_runs
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import count_params
@@ -133,7 +134,7 @@ def facts(folder: Path, cfg: DecoderConfig) -> Iterator[CheckRow]:
         yield CheckRow("weights", f"{scheme.title}, dequantized to bfloat16; exports have no codes")
     if skipped := skipped_parts(folder):
         parts = ", ".join(f"{part} ({n} tensors)" for part, n in skipped.items())
-        yield CheckRow("skipped", f"{parts}; an export does not have them")
+        yield CheckRow("skipped", f"{parts}; an export has copies of them")
     config = without_scheme(parse_json(config_path(folder).read_text()))
     yield CheckRow("config.json", entries_text(config, cfg))
 
@@ -252,8 +253,8 @@ def check_export(model: LoadedModel) -> CheckRow:
             or name not in after
             or float32_bytes(before[name]) != float32_bytes(after[name])
         )
-        kept = kept_tensors(model.folder) if "vocab" in model.cfg.heads else {}
-        copies = kept_tensors(target)
+        kept = copied_tensors(model.folder) if "vocab" in model.cfg.heads else {}
+        copies = copied_tensors(target)
         differ += sorted(
             name
             for name in kept.keys() | copies.keys()

@@ -19,7 +19,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import check_base_copies, open_adapter, warn_of_other_base
 from jaxrl.models.files.hf_config import folder_config
-from jaxrl.models.files.hf_save import convert_model
+from jaxrl.models.files.hf_save import SaveSettings, convert_model
 from jaxrl.models.files.quantized.scheme import folder_scheme
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
@@ -48,9 +48,13 @@ def convert(args: argparse.Namespace) -> tuple[DecoderConfig, str]:
         if adapter:
             check_base_copies(args.adapter, find_tensors(source))
             warn_of_other_base(args.adapter, f"{args.source} ({source})")
-        limit = args.max_shard_bytes
         cfg = convert_model(
-            source, args.target, dtype=dtype, max_shard_bytes=limit, adapter=adapter
+            source,
+            args.target,
+            dtype=dtype,
+            max_shard_bytes=args.max_shard_bytes,
+            adapter=adapter,
+            settings=SaveSettings(text_only=args.text_only),
         )
         what = "" if adapter is None else f"{args.adapter} merged, "
         scheme = folder_scheme(source)
@@ -62,6 +66,7 @@ def convert(args: argparse.Namespace) -> tuple[DecoderConfig, str]:
         part=args.part,
         dtype=dtype,
         max_shard_bytes=args.max_shard_bytes,
+        text_only=args.text_only,
     )
     return cfg, f"{args.part} of step {step}, "
 

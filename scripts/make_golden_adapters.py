@@ -2,12 +2,13 @@
 
 tests/models/golden_adapters/<name>/ has an adapter for every checkpoint in tests/models/golden/
 whose linear layers are not those of others, saved by PEFT, and the logits of PEFT's torch model;
-<name>_dora/ has one of DoRA. <name>_experts/ has one of the experts and of q_proj, with a tensor
-per expert: PEFT reads this format and does not write it, because transformers 5 fuses the experts.
-<name>_tables/ has one of the embedding table, the output head and q_proj. <name>_scores/ has one of
-a classifier in tests/models/golden_scores/, with its trained score head, and the score of each
-token. Folders that exist are kept. With --check=FOLDER, it loads the adapters in FOLDER/<name> into
-the checkpoints and compares the logits or scores with those in their golden.npz.
+<name>_dora/ has one of DoRA. Those of image-and-text checkpoints are of the language model, in the
+class of transformers with the tower. <name>_experts/ has one of the experts and of q_proj, with a
+tensor per expert: PEFT reads this format and does not write it, because transformers 5 fuses the
+experts. <name>_tables/ has one of the embedding table, the output head and q_proj. <name>_scores/
+has one of a classifier in tests/models/golden_scores/, with its trained score head, and the score
+of each token. Folders that exist are kept. With --check=FOLDER, it loads the adapters in
+FOLDER/<name> into the checkpoints and compares the logits or scores with those in their golden.npz.
 
 torch and peft are not dependencies of the project; run this in a separate environment:
     python -m venv /tmp/peft && /tmp/peft/bin/pip install torch peft transformers safetensors numpy
@@ -44,7 +45,7 @@ TARGETS = {  # of checkpoints with other layers
 # Checkpoints without an adapter: their linear layers are those of others.
 WITHOUT = ("cohere2", "exaone4", "gemma", "granite", "ministral3", "olmo2", "olmo3")
 WITHOUT += ("lfm2", "mistral3", "muse_glimmer", "qwen2_moe", "seed_oss", "smollm3")
-WITHOUT += ("qwen2_5_vl", "qwen3_vl")
+IMAGE_AND_TEXT = ("qwen2_5_vl", "qwen3_vl")
 DORA = ("gemma2", "mixtral", "qwen2", "qwen3_5")  # checkpoints with a DoRA adapter
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
 TABLES = ("llama", "qwen2")  # checkpoints with adapters of the embedding table and the output head
@@ -59,6 +60,7 @@ def base_folder(models: Path, case: str, name: str) -> Path:
 def base_model(folder: Path) -> torch.nn.Module:
     is_classifier = folder.parent.name == "golden_scores"
     kind = "SequenceClassification" if is_classifier else "CausalLM"
+    kind = "ImageTextToText" if folder.name in IMAGE_AND_TEXT else kind
     model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
@@ -79,6 +81,8 @@ def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
     """Dense models have adapters on all linear layers; most mixtures of experts on attention."""
     dense = "mixtral" not in name and "moe" not in name
     targets = TARGETS.get(name, ATTENTION + MLP * dense)
+    if name in IMAGE_AND_TEXT:  # towers have layers of the same names
+        targets = rf"model\.language_model\..*\.({'|'.join(targets)})"
     source = base_folder(models, case, name)
     settings = dict(target_modules=targets, task_type="CAUSAL_LM") | settings
     model = get_peft_model(base_model(source), LoraConfig(r=4, lora_alpha=6, **settings)).eval()

@@ -7,6 +7,7 @@ not one that has learned anything. Prints the number of its parameters.
 """
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxrl.models.decoder import decoder_specs, init_model
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
+from jaxrl.models.files.export_form import whole_name
 from jaxrl.models.files.hf_config import config_from_hf
 from jaxrl.models.files.hf_save import SHARD_BYTES, param_tensors, write_weights
 from jaxrl.models.spec import count_params, init_params
@@ -65,7 +67,8 @@ def write_tiny_vlm(folder: Path, width: int, n_layers: int, *, seed: int = 0) ->
     with jax.set_mesh(make_mesh()), atomic_folder(folder) as folder:
         text = init_model(decoder, seed=seed, rules=TRAIN)
         vision = init_params(jax.random.key(seed), tower_specs(tower), TRAIN, jnp.float32)
-        tensors = [*param_tensors(text, None), *tower_tensors(vision)]
+        named = [dataclasses.replace(t, name=whole_name(t.name)) for t in param_tensors(text, None)]
+        tensors = [*named, *tower_tensors(vision)]
         write_weights(folder, tensors, SHARD_BYTES)
         tokenizer().save(str(folder / "tokenizer.json"))
         names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}

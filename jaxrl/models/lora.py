@@ -138,7 +138,7 @@ def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: 
             hits = {
                 n
                 for n in names
-                for form in (n, n.rpartition(".")[2], target_name(n))
+                for form in (n, n.rpartition(".")[2], target_name(n), whole_form(n))
                 if re.fullmatch(pattern, form)
             }
         except re.error as error:
@@ -153,6 +153,33 @@ def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: 
             )
         found |= hits
     return found
+
+
+def whole_form(name: str) -> str:
+    """A name of `linear_layers` in an image-and-text model, without the number of the layer."""
+    if name in TABLES.values():
+        return name if name == "lm_head" else f"model.language_model.{name}"
+    return f"model.language_model.layers.{name}"
+
+
+def check_frozen_parts(patterns: Collection[str], tensors: Collection[str]) -> None:
+    """Raises ValueError for a pattern of target modules that matches a layer of a frozen part.
+
+    `tensors` are those of a model next to its language model: the vision tower, the projector.
+    """
+    layers = sorted(name.removesuffix(".weight") for name in tensors if name.endswith(".weight"))
+    for pattern in patterns:
+        try:
+            found = re.compile(pattern)
+        except re.error:  # `matching` reports it
+            continue
+        for name in layers:
+            if found.fullmatch(name) or found.fullmatch(name.removeprefix("model.")):
+                raise ValueError(
+                    f"config.lora.target_modules: {pattern!r} matches {name}, which is not a layer "
+                    "of the language model and is frozen; name layers of the language model only, "
+                    "such as 'q_proj' or 'self_attn.*', or set 'all-linear'"
+                )
 
 
 def add_adapters(

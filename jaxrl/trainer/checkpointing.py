@@ -118,8 +118,9 @@ def finish(core: Core) -> None:
 def export(core: Core) -> None:
     """Exports the model to hf/, the averaged weights to hf_ema/, and the critic to hf_critic/.
 
-    The policy is exported as a causal language model; a critic or reward model as a sequence
-    classifier. Adapters are merged into these models, and exported by themselves to adapter/.
+    The policy is exported as a causal language model, or as the image-and-text model that it is a
+    part of; a critic or reward model as a sequence classifier. Adapters are merged into these
+    models, and exported by themselves to adapter/.
     Raises ValueError if the policy's folder was removed or damaged during the run.
     """
     with hosts.raise_together():
@@ -131,7 +132,12 @@ def export(core: Core) -> None:
     write(core, core.cfg.run_path / "hf", with_heads(params, heads), core.models.folders.policy)
     core.session.progress.status(f"Hugging Face export in {core.cfg.run_path / 'hf'}")
     if params.cfg.lora is not None:
-        save_adapter(core.cfg.run_path / "adapter", params, base=core.cfg.model.path)
+        save_adapter(
+            core.cfg.run_path / "adapter",
+            params,
+            base=core.cfg.model.path,
+            source=core.models.folders.policy,
+        )
         core.session.progress.status(f"adapter in PEFT's format in {core.cfg.run_path / 'adapter'}")
     if core.cfg.learner.ema:
         average = with_heads(averaged(core.state), heads)

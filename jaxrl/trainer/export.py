@@ -56,12 +56,15 @@ def export_checkpoint(
     part: str = "policy",
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = SHARD_BYTES,
+    text_only: bool = False,
 ) -> tuple[int, DecoderConfig]:
     """Writes a part of a checkpoint of the run folder `run`; returns the step and the model.
 
     `step` is a number, "last", or "best" by config.checkpoint.best_metric. The folder equals the
     export that the run writes at its end: the same names, dtypes, chat template, generation config
-    and special tokens. `dtype` casts the weights. Host memory holds one chunk of the checkpoint.
+    and special tokens. `dtype` casts the weights. `text_only` leaves out the other parts of an
+    image-and-text model, as the names of an adapter do then. Host memory holds one chunk of the
+    checkpoint.
     Raises ValueError if there is no such step or part, CheckpointError if it cannot be read.
     """
     cfg = read_run_config(run)
@@ -87,12 +90,13 @@ def export_checkpoint(
     if decoder.lora is not None:
         stored = _stored_adapter(decoder, dtypes, source.prefix, arrays)
     if part == "adapter" and stored is not None:
-        write_adapter(target, stored, decoder, cfg.model.path)
+        base = None if text_only else source.folder
+        write_adapter(target, stored, decoder, cfg.model.path, base)
         return number, decoder
     renderer = make_renderer(cfg, policy, folder_config(policy))
     is_language_model = "vocab" in source.heads
     settings_of = language_model_settings if is_language_model else classifier_settings
-    settings = settings_of(cfg, renderer, source.folder)
+    settings = dataclasses.replace(settings_of(cfg, renderer, source.folder), text_only=text_only)
     if is_language_model:
         warn_of_change(run, source.folder)
     if stored is not None:

@@ -24,6 +24,7 @@ from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.families import entries
 from jaxrl.models.families.fields import global_rope
 from jaxrl.models.families.gemma3 import local_rope
+from jaxrl.models.files.export_form import export_form
 from jaxrl.models.files.hf_config import (
     FAMILIES,
     IMAGE_AND_TEXT,
@@ -158,7 +159,7 @@ def test_the_logits_of_a_config_are_those_of_transformers(
     stored = [
         Tensor(key, np.dtype(np.float32), shape, lambda: np.zeros(0)) for key, shape in shapes
     ]
-    stored = in_file_order(stored, cfg)
+    stored = in_file_order(stored, export_form(cfg, None))
     tensors = {tensor.name: seeded_tensor(seed, tensor.name, tensor.shape) for tensor in stored}
     (tmp_path / "config.json").write_text(json.dumps(json_config))
     save_file(tensors, tmp_path / "model.safetensors")

@@ -16,6 +16,7 @@ from jaxrl.models.layers.mlp import SHARED_GATE
 from jaxrl.models.lora import (
     adapters,
     add_adapters,
+    check_frozen_parts,
     combine,
     split,
     with_base,
@@ -240,3 +241,18 @@ def test_experts_have_adapters_if_they_are_named():
     assert one.axes == ("layers", "experts", "w_embed", None)
     with pytest.raises(ValueError, match=r"no magnitudes.*lora\.dora=False"):
         decoder_specs(dataclasses.replace(MIXTURE, lora=dataclasses.replace(lora, dora=True)))
+
+
+TOWER = ["model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.linear_fc1.weight"]
+
+
+@pytest.mark.parametrize("pattern", ["model.visual.*", r"visual\.merger.*", r"(q_proj|.*\.qkv)"])
+def test_target_modules_of_a_tower_are_refused(pattern):
+    with pytest.raises(ValueError, match=r"matches model\.visual\..* is frozen; name layers"):
+        check_frozen_parts((pattern,), TOWER)
+
+
+def test_target_modules_of_the_language_model_may_have_the_names_of_the_whole_model():
+    check_frozen_parts(("all-linear", "q_proj", "self_attn.*", "("), TOWER)
+    whole = adapters(LoRAConfig(rank=2, target_modules=(r".*language_model.*\.[qv]_proj",)), TINY)
+    assert whole == adapters(LoRAConfig(rank=2, target_modules=("q_proj", "v_proj")), TINY)

@@ -15,6 +15,9 @@ python -m jaxrl.convert RUN --step=48 --output=DST exports a checkpoint of a run
 intermediate one, the best, or the last of a run that was interrupted. Adapters are merged into
 the model, or written in PEFT's format with --part=adapter. It needs one host and no accelerator,
 and memory for a part of one tensor.
+
+An image-and-text model is written with its vision tower, projector and processor files, in the
+class that it has; --text-only writes its language model alone.
 """
 PARTS = ("policy", "critic", "ema", "adapter")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -46,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
         "--adapter", type=Path, help="folder of an adapter in PEFT's format to merge into the model"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
+    parser.add_argument(
+        "--text-only",
+        action="store_true",
+        help="of an image-and-text model, the language model without the vision tower, in the "
+        "class of a text model; an adapter has the names of that class",
+    )
     parser.add_argument(
         "--max-shard-bytes", type=int, default=5_000_000_000, help="largest weight file in bytes"
     )

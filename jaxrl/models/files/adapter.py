@@ -1,4 +1,9 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in one folder."""
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in one folder.
+
+PEFT names a layer by its place in the class of transformers: "model.layers.0.self_attn.q_proj" in a
+language model, "model.language_model.layers.0.self_attn.q_proj" in an image-and-text model. Both
+are read.
+"""
 
 import dataclasses
 import warnings
@@ -14,6 +19,7 @@ from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
+from jaxrl.models.files.export_form import is_image_and_text, whole_name
 from jaxrl.models.files.hf_load import load_params, read_param
 from jaxrl.models.files.hf_save import (
     StoredAdapter,
@@ -34,7 +40,7 @@ from jaxrl.models.files.safetensors import (
     write_tensors,
 )
 from jaxrl.models.files.tensor_shapes import SCORE
-from jaxrl.models.files.weight_files import shown
+from jaxrl.models.files.weight_files import add_once, is_parameter, language_name, shown
 from jaxrl.models.lora import add_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from sharding import Rules, hosts
@@ -42,6 +48,7 @@ from sharding import Rules, hosts
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor name in PEFT's files
 ADVICE = "give the folder of an adapter that PEFT or jaxrl wrote"
+EXCLUDED = ".*(visual|vision|multi_modal_projector|audio).*"  # the other parts, for PEFT
 # Copies of base weights that PEFT puts next to the adapters of these tables.
 BASE_COPIES = {
     f"{module}.base_layer.weight": f"{module}.weight"
@@ -66,10 +73,11 @@ def load_with_adapters(
     return read_adapter(Path(adapter).expanduser(), model, rules, dtype) if adapter else model
 
 
-def save_adapter(folder: Path, params: Decoder, *, base: str) -> None:
+def save_adapter(folder: Path, params: Decoder, *, base: str, source: Path | None = None) -> None:
     """Writes the model's adapters, and its value or reward head, to `folder`; replaces it.
 
-    `base` names the base model. In a multi-host run every process calls this and the first writes.
+    `base` names the base model and `source` is its folder (`write_adapter`). In a multi-host run
+    every process calls this and the first writes.
     """
     lora = params.cfg.lora
     if lora is None:
@@ -79,17 +87,30 @@ def save_adapter(folder: Path, params: Decoder, *, base: str) -> None:
         for tensor in kept:
             tensor.read()
         return
-    write_adapter(folder, StoredAdapter(lora, {t.name: t for t in kept}), params.cfg, base)
+    write_adapter(folder, StoredAdapter(lora, {t.name: t for t in kept}), params.cfg, base, source)
 
 
-def write_adapter(folder: Path, adapter: StoredAdapter, decoder: DecoderConfig, base: str) -> None:
-    """Writes an adapter of a model to `folder`; replaces it. Warns if PEFT would not read all."""
+def write_adapter(
+    folder: Path,
+    adapter: StoredAdapter,
+    decoder: DecoderConfig,
+    base: str,
+    source: Path | None = None,
+) -> None:
+    """Writes an adapter of a model to `folder`; replaces it. Warns if PEFT would not read all.
+
+    If the base model in the folder `source` is an image-and-text model, the adapter is one of that
+    class; of a classifier and without a `source` it is one of the language model.
+    """
     lora, tensors = joined_starts(adapter.lora, adapter.tensors)
     warn_of_shared_experts(folder, tensors, decoder)
+    whole = source is not None and "vocab" in decoder.heads and is_image_and_text(source)
+    in_order = sorted(tensors.values(), key=lambda t: natural_sort_key(t.name))
+    if whole:
+        in_order = [dataclasses.replace(t, name=whole_name(t.name)) for t in in_order]
     with atomic_folder(folder) as target:
-        in_order = sorted(tensors.values(), key=lambda t: natural_sort_key(t.name))
         write_weights(target / WEIGHTS, in_order)
-        write_json(target / CONFIG, peft_config(lora, decoder.heads, base))
+        write_json(target / CONFIG, peft_config(lora, decoder.heads, base, whole=whole))
 
 
 def warn_of_shared_experts(folder: Path, names: Collection[str], decoder: DecoderConfig) -> None:
@@ -229,8 +250,16 @@ def check_base_copies(folder: Path, base: Mapping[str, FileTensor]) -> None:
 def _all_tensors(folder: Path) -> dict[str, TensorInfo]:
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"there is no {WEIGHTS} in {folder}; {ADVICE}")
-    header = read_header(folder / WEIGHTS)
-    return {name.removeprefix(PREFIX): info for name, info in header.items()}
+    tensors: dict[str, TensorInfo] = {}
+    for stored, info in read_header(folder / WEIGHTS).items():
+        add_once(tensors, language_name(stored.removeprefix(PREFIX)), info)
+    if others := sorted(name for name in tensors if not is_parameter(name)):
+        raise ValueError(
+            f"the adapter in {folder} changes layers outside of the language model, which are "
+            f"frozen here ({len(others)} tensors: {shown(others, 2)}); train it with the layers of "
+            f"the language model only (in PEFT: exclude_modules={EXCLUDED!r}), or {REMEDY}"
+        )
+    return tensors
 
 
 def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) -> None:

@@ -86,39 +86,53 @@ def join_experts(tensors: Iterable[Tensor], *, interleaved: bool) -> list[Tensor
     """The inverse of `separate_experts`, for the tensors to write; others as they are."""
     others, apart = [], dict[str, list[Tensor]]()
     for tensor in tensors:
-        if (found := ONE_EXPERT.fullmatch(tensor.name)) is None:
+        if (name := joined_name(tensor.name)) == tensor.name:
             others.append(tensor)
-            continue
-        stem, _, part, kind = found.groups()
-        fused = next(name for name, parts in FUSED_EXPERTS.items() if part in parts)
-        name = f"{stem}.{fused}" + ("_bias" if kind == "bias" else "")
-        apart.setdefault(name, []).append(tensor)
+        else:
+            apart.setdefault(name, []).append(tensor)
     joined = [joined_tensor(name, found, interleaved) for name, found in apart.items()]
     return others + joined
 
 
+def joined_name(name: str) -> str:
+    """The name of the tensor of all experts that has a tensor of one; other names as they are."""
+    if (found := ONE_EXPERT.fullmatch(name)) is None:
+        return name
+    stem, _, part, kind = found.groups()
+    fused = next(name for name, parts in FUSED_EXPERTS.items() if part in parts)
+    return f"{stem}.{fused}" + ("_bias" if kind == "bias" else "")
+
+
 def joined_tensor(name: str, parts: list[Tensor], interleaved: bool) -> Tensor:
     """One tensor of all experts, of the matrices [out, in] or biases [out] of each."""
-
-    def place(tensor: Tensor) -> tuple[int, int]:
-        found = ONE_EXPERT.fullmatch(tensor.name)
-        assert found is not None
-        return int(found[2]), int(found[3] == "up_proj")
-
-    ordered = sorted(parts, key=place)
-    n = 1 + max(place(tensor)[1] for tensor in ordered)
+    places = {tensor.name: expert_place(tensor.name) for tensor in parts}
+    n = 1 + max(turn for _, turn, _ in places.values())
+    ordered = sorted(parts, key=lambda tensor: places[tensor.name])
     out, *into = ordered[0].shape
     E = len(ordered) // n
     shape = (E, *into, n * out) if interleaved else (E, n * out, *into)
 
     def read() -> np.ndarray:
         values = np.empty(shape, ordered[0].dtype)
-        for i, tensor in enumerate(ordered):
-            expert, turn = divmod(i, n)
-            if interleaved:
-                values[expert, ..., turn::n] = tensor.read().T
-            else:
-                values[expert, turn * out : (turn + 1) * out] = tensor.read()
+        for tensor in ordered:
+            expert_part(values, tensor.name, interleaved=interleaved)[...] = tensor.read()
         return values
 
     return dataclasses.replace(ordered[0], name=name, shape=shape, read=read)
+
+
+def expert_part(values: np.ndarray, name: str, *, interleaved: bool) -> np.ndarray:
+    """The part of a tensor of all experts with the values of a tensor of one."""
+    expert, turn, n = expert_place(name)
+    if interleaved:
+        return values[expert, ..., turn::n].T
+    out = values.shape[1] // n
+    return values[expert, turn * out : (turn + 1) * out]
+
+
+def expert_place(name: str) -> tuple[int, int, int]:
+    """(number of its expert, its turn, the number of turns) of a tensor of one expert."""
+    found = ONE_EXPERT.fullmatch(name)
+    assert found is not None
+    parts = next(parts for parts in FUSED_EXPERTS.values() if found[3] in parts)
+    return int(found[2]), parts.index(found[3]), len(parts)

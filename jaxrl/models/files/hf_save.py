@@ -14,7 +14,8 @@ from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
-from jaxrl.models.files.fused_experts import INTERLEAVED, JOINED, join_experts
+from jaxrl.models.files.export_form import ExportForm, export_form
+from jaxrl.models.files.fused_experts import join_experts
 from jaxrl.models.files.hf_config import (
     ADVICE,
     classifier_json,
@@ -28,7 +29,7 @@ from jaxrl.models.files.quantized.scheme import without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.safetensors import Tensor, TensorShapes, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors, kept_tensors
+from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.layers.router import CORRECTION
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
 from jaxrl.models.spec import hf_names, is_spec
@@ -37,7 +38,9 @@ from sharding import hosts
 
 SHARD_BYTES = 5_000_000_000  # largest weight file, as on the hub
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
-COPIED = (*TOKENIZER_FILES, "merges.txt", "*.jinja", "chat_template.json", "generation_config.json")
+LEGACY_TEMPLATE = "chat_template.json"  # transformers prefers it to chat_template.jinja
+COPIED = (*TOKENIZER_FILES, "merges.txt", "*.jinja", LEGACY_TEMPLATE, "generation_config.json")
+PROCESSOR_FILES = ("*processor_config.json",)  # of images, of videos, of both with the tokenizer
 ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 EMBEDDING_PARTS = ("lora_embedding_A", "lora_embedding_B")
 START_PARTS = ("lora_A_start.weight", "lora_B_start.weight")
@@ -52,6 +55,7 @@ class SaveSettings:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries
     chat_template: str = ""  # "": the tokenizer's
+    text_only: bool = False  # of an image-and-text model, the language model alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +85,21 @@ def save_model(
 
     `source` is the folder that the model was loaded from: its tokenizer files are copied, the
     tensors that are no parameters too, and its config.json and generation_config.json are kept,
-    except for what `settings` change. `dtype` None keeps the parameters' dtypes. A model in
+    except for what `settings` change. A language model of an image-and-text `source` is written as
+    a part of that model (`export_form`). `dtype` None keeps the parameters' dtypes. A model in
     `target` is replaced. In a multi-host run every process calls this and the first one writes.
     """
-    tensors = in_file_order(param_tensors(params, dtype), params.cfg)
+    source, settings = None if source is None else Path(source), settings or SaveSettings()
+    with hosts.raise_together():
+        form = export_form(params.cfg, source, text_only=settings.text_only)
+    tensors = in_file_order(param_tensors(params, dtype), form)
     if not hosts.is_main_process():
         for tensor in tensors:
             tensor.read()
         return
-    source = None if source is None else Path(source)
     with atomic_folder(Path(target)) as folder:
-        write_weights(folder, [*tensors, *kept_parts(params.cfg, source)], max_shard_bytes)
-        write_settings(folder, params.cfg, tensors[0].dtype, source, settings)
+        write_weights(folder, [*tensors, *copied_parts(form)], max_shard_bytes)
+        write_settings(folder, params.cfg, tensors[0].dtype, source, form, settings)
 
 
 def convert_model(
@@ -104,12 +111,12 @@ def convert_model(
     adapter: StoredAdapter | None = None,
     settings: SaveSettings | None = None,
 ) -> DecoderConfig:
-    """Copies the language model in `source` to `target`, cast to `dtype`; uses no device.
+    """Copies the model in `source` to `target`, its language model cast to `dtype`, on no device.
 
     `adapter` is merged into it, as `save_model` merges the adapters of a model. Tensors that are no
     parameters are copied and not cast.
     """
-    cfg = folder_config(source)
+    cfg, settings = folder_config(source), settings or SaveSettings()
     if adapter is not None:
         cfg = dataclasses.replace(cfg, heads=adapter.heads)
     specs, found = decoder_specs(cfg), find_tensors(source)
@@ -122,21 +129,20 @@ def convert_model(
         cast = None if name.endswith(CORRECTION) else base_dtype
         stored[name] = stored_tensor(name, found[name], cast)
     lora = None if adapter is None else adapter.lora
-    tensors = in_file_order(merge_tensors(stored, lora, dtype), cfg)
+    form = export_form(cfg, source, text_only=settings.text_only)
+    tensors = in_file_order(merge_tensors(stored, lora, dtype), form)
     with atomic_folder(target) as folder:
-        write_weights(folder, [*tensors, *kept_parts(cfg, source)], max_shard_bytes)
-        write_settings(folder, cfg, tensors[0].dtype, source, settings)
+        write_weights(folder, [*tensors, *copied_parts(form)], max_shard_bytes)
+        write_settings(folder, cfg, tensors[0].dtype, source, form, settings)
     return cfg
 
 
-def kept_parts(cfg: DecoderConfig, source: Path | None) -> list[Tensor]:
-    """The tensors of `source` that an export has unchanged, as it has not trained them.
+def copied_parts(form: ExportForm) -> list[Tensor]:
+    """The tensors of the source that an export has unchanged, as it has not trained them.
 
-    They are read from the files when they are written. A classifier has no use for a drafter.
+    They are read from the files when they are written.
     """
-    if source is None or "vocab" not in cfg.heads:
-        return []
-    found = kept_tensors(source)
+    found = form.copied
     return [stored_tensor(name, found[name]) for name in sorted(found, key=natural_sort_key)]
 
 
@@ -150,11 +156,12 @@ def stored_tensor(name: str, info: FileTensor, dtype: DTypeLike | None = None) -
     return Tensor(name, target, info.shape, read)
 
 
-def in_file_order(tensors: Iterable[Tensor], cfg: DecoderConfig) -> list[Tensor]:
-    """The tensors of a file, sorted by their names; of some families, experts are in one."""
-    if cfg.family in (*INTERLEAVED, *JOINED):
-        tensors = join_experts(tensors, interleaved=cfg.family in INTERLEAVED)
-    return sorted(tensors, key=lambda tensor: natural_sort_key(tensor.name))
+def in_file_order(tensors: Iterable[Tensor], form: ExportForm) -> list[Tensor]:
+    """The tensors of a file under their names there, sorted; of some models, experts are in one."""
+    if form.joined:
+        tensors = join_experts(tensors, interleaved=form.interleaved)
+    named = (dataclasses.replace(tensor, name=form.file_name(tensor.name)) for tensor in tensors)
+    return sorted(named, key=lambda tensor: natural_sort_key(tensor.name))
 
 
 def natural_sort_key(name: str) -> tuple:
@@ -273,13 +280,15 @@ def write_settings(
     cfg: DecoderConfig,
     dtype: np.dtype,
     source: Path | None,
-    settings: SaveSettings | None = None,
+    form: ExportForm,
+    settings: SaveSettings,
 ) -> None:
     """All files of a model folder except the weights; config.json is written last."""
-    settings = settings or SaveSettings()
-    entries = config_json(cfg, source) | {"torch_dtype": str(dtype)} | dict(settings.config)
+    entries = config_json(cfg, source, whole=form.whole) | {"torch_dtype": str(dtype)}
+    entries |= dict(settings.config)
     if source is not None:
-        for file in (file for pattern in COPIED for file in source.glob(pattern)):
+        patterns = (*COPIED, *PROCESSOR_FILES) if form.whole else COPIED
+        for file in (file for pattern in patterns for file in source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
     if not (folder / "generation_config.json").exists():
         ids = {key: entries[key] for key in TOKEN_IDS if entries.get(key) is not None}
@@ -288,12 +297,16 @@ def write_settings(
         path = folder / "generation_config.json"
         write_json(path, read_object(path, ADVICE) | dict(settings.generation_config))
     if settings.chat_template:
+        (folder / LEGACY_TEMPLATE).unlink(missing_ok=True)
         (folder / "chat_template.jinja").write_text(settings.chat_template)
     write_json(folder / "config.json", entries)
 
 
-def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
-    """The source's config.json if it describes exactly this model, else ours."""
+def config_json(cfg: DecoderConfig, source: Path | None, *, whole: bool = False) -> dict[str, Any]:
+    """The source's config.json if it describes exactly this model, else ours.
+
+    `whole` keeps that of an image-and-text model too.
+    """
     if source is None:
         return config_to_hf(cfg)
     if not same_model(folder_config(source), cfg):
@@ -301,13 +314,20 @@ def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
             f"{source} contains a different model from the one to write; pass its own folder"
         )
     source_config = without_scheme(read_object(config_path(source), ADVICE))
-    source_config.pop("dtype", None)  # transformers 5's name of torch_dtype
-    ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config}
+    parts = [source_config]
     if text := source_config.get("text_config"):
-        drafter = {key: text[key] for key in DRAFTER_ENTRIES if key in text}
-        return config_to_hf(cfg) | ids | drafter
-    if config_from_hf(source_config).tied and not cfg.tied:  # as the weights say
-        source_config["tie_word_embeddings"] = False
+        if not whole:
+            ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config}
+            drafter = {key: text[key] for key in DRAFTER_ENTRIES if key in text}
+            return config_to_hf(cfg) | ids | drafter
+        source_config["text_config"] = text = dict(text)
+        parts.append(text)
+    untied = config_from_hf(source_config).tied and not cfg.tied
+    for part in parts:
+        for key in ("dtype", "torch_dtype"):  # of the source; the first is transformers 5's name
+            part.pop(key, None)
+        if untied:  # as the weights say
+            part["tie_word_embeddings"] = False
     return source_config | classifier_json(cfg)
 
 

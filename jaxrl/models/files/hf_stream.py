@@ -12,16 +12,18 @@ import numpy as np
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder
+from jaxrl.models.files.export_form import ExportForm, export_form
+from jaxrl.models.files.fused_experts import expert_part, joined_name
 from jaxrl.models.files.hf_save import (
     SHARD_BYTES,
     SaveSettings,
-    kept_parts,
-    natural_sort_key,
+    copied_parts,
+    in_file_order,
     shard_files,
     write_index,
     write_settings,
 )
-from jaxrl.models.files.safetensors import create_tensors
+from jaxrl.models.files.safetensors import Tensor, create_tensors
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 
 Box = tuple[slice, ...]  # of an array, with a start and a stop on every axis
@@ -50,30 +52,37 @@ def stream_model(
     which together are all of it; they are cast to the dtype.
     """
     specs = specs_by_path(cfg)
-    layout = {
-        name: (np.dtype(dtypes[path]), spec.hf_shape)
+    form = export_form(cfg, source, text_only=settings.text_only)
+    params = {
+        name: Tensor(name, np.dtype(dtypes[path]), spec.hf_shape, lambda: np.zeros(0))
         for path, spec in specs.items()
         for name in hf_names(spec)
     }
-    layout = {name: layout[name] for name in sorted(layout, key=natural_sort_key)}
-    model_dtype = next(iter(layout.values()))[0]
-    kept = kept_parts(cfg, source)
-    layout |= {tensor.name: (tensor.dtype, tensor.shape) for tensor in kept}
+    written, copied = in_file_order(params.values(), form), copied_parts(form)
+    layout = {tensor.name: (tensor.dtype, tensor.shape) for tensor in (*written, *copied)}
     files = shard_files(layout, max_shard_bytes)
     with atomic_folder(target) as folder:
-        maps: dict[str, np.ndarray] = {}
+        stored: dict[str, np.ndarray] = {}
         for file, tensors in files.items():
-            maps |= create_tensors(folder / file, tensors)
+            stored |= create_tensors(folder / file, tensors)
+        maps = {name: _place(stored, name, form) for name in params}
         for path, spec in specs.items():
             for box, values in read(path):
                 _write(maps, spec, box, values)
-        for tensor in kept:
-            maps[tensor.name][...] = tensor.read()
-        for tensor in maps.values():
+        for tensor in copied:
+            stored[tensor.name][...] = tensor.read()
+        for tensor in stored.values():
             if isinstance(tensor, np.memmap):
                 tensor.flush()
         write_index(folder, files)
-        write_settings(folder, cfg, model_dtype, source, settings)
+        write_settings(folder, cfg, written[0].dtype, source, form, settings)
+
+
+def _place(stored: Mapping[str, np.ndarray], name: str, form: ExportForm) -> np.ndarray:
+    """The values of a parameter in the tensors to write, of an expert in that of all."""
+    if not form.joined or (joined := joined_name(name)) == name:
+        return stored[form.file_name(name)]
+    return expert_part(stored[form.file_name(joined)], name, interleaved=form.interleaved)
 
 
 def _write(maps: Mapping[str, np.ndarray], spec: ParamSpec, box: Box, values: np.ndarray) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from jaxrl.data.digest import digest
 from jaxrl.json_text import read_object
 from jaxrl.models.files.atomic_folder import write_json
+from jaxrl.models.files.export_form import copied_tensors, is_image_and_text
 from jaxrl.models.files.quantized.tensors import FileTensor
-from jaxrl.models.files.weight_files import OTHER_PARTS, drafter_layers, kept_tensors
+from jaxrl.models.files.weight_files import OTHER_PARTS, drafter_layers
 
 RECORD = "kept_tensors.json"
 DIGEST_BYTES = 4096  # of each tensor
@@ -25,7 +26,7 @@ def write_record(run: Path, folder: Path, *, is_new: bool) -> None:
 
 def kept_record(folder: Path) -> dict[str, int | str]:
     """The number of the tensors, and a hash of their names, dtypes, shapes and first bytes."""
-    found = sorted(kept_tensors(folder).items())
+    found = sorted(copied_tensors(folder).items())
     parts = (part for name, info in found for part in tensor_parts(name, info))
     return {"n_tensors": len(found), "digest": digest(parts)}
 
@@ -48,7 +49,8 @@ def warn_of_change(run: Path, folder: Path) -> None:
     now = kept_record(folder)
     if now == record:
         return
-    names = ", ".join(f"{part}*" for part, kept in OTHER_PARTS.items() if kept)
+    whole = is_image_and_text(folder)
+    names = ", ".join(f"{part}*" for part, kept in OTHER_PARTS.items() if kept or whole)
     names = ", ".join([names, *(f"{layer}*" for layer in drafter_layers(folder))])
     before, there = record.get("n_tensors"), now["n_tensors"]
     change = "with other values" if there == before else f"in place of {before}"

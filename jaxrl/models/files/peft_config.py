@@ -5,6 +5,7 @@ is switched off. A field that is in none is refused as well unless it is off, be
 what an adapter computes.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -137,8 +138,18 @@ def is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(name) is str for name in value)
 
 
-def peft_config(lora: LoRA, heads: tuple[str, ...], base: str) -> dict[str, Any]:
-    """The adapter_config.json of the adapters."""
+def peft_config(
+    lora: LoRA, heads: tuple[str, ...], base: str, *, whole: bool = False
+) -> dict[str, Any]:
+    """The adapter_config.json of the adapters; `whole` is for the class with a vision tower.
+
+    Towers have layers of the same names, such as q_proj, so a regular expression chooses there.
+    """
+    targets: list[str] | str = sorted(lora.targets)
+    if whole:
+        names = "|".join(map(re.escape, targets))
+        targets = rf"(.*\.)?language_model\.(.*\.)?({names})"
+        targets += "|lm_head" if "lm_head" in lora.targets else ""
     return {
         "peft_type": "LORA",
         "task_type": TASKS["vocab" if "vocab" in heads else "score"],
@@ -147,7 +158,7 @@ def peft_config(lora: LoRA, heads: tuple[str, ...], base: str) -> dict[str, Any]
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "target_modules": sorted(lora.targets),
+        "target_modules": targets,
         "modules_to_save": ["score"] if "score" in heads else None,
         "lora_dropout": 0.0,
         "bias": "none",

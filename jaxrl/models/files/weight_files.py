@@ -30,10 +30,11 @@ ADVICE = "download or export the model again"
 # Image-and-text checkpoints store the language model under a prefix, next to other parts.
 PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
 # Parts that have no parameters of the language model, by the start of their names without "model.",
-# and whether exports keep them unchanged. Every other tensor is a parameter or refused.
+# and whether an export of the language model alone has them too. Every other tensor is a parameter
+# or refused.
 OTHER_PARTS = {
     "mtp.": True,  # the drafter, which predicts several tokens; transformers does not run it
-    "vision_tower.": False,  # an export has the class of the text model, without images
+    "vision_tower.": False,  # only in an export of the image-and-text model
     "multi_modal_projector.": False,
     "visual.": False,
     "vision_adapter.": False,
@@ -57,10 +58,9 @@ def find_tensors(folder: Path) -> dict[str, FileTensor]:
     its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
     """
     tensors: dict[str, FileTensor] = {}
-    drafter, interleaved = drafter_layers(folder), has_interleaved_experts(folder)
-    unused = shared_kv_parts(folder)
+    interleaved, unused = has_interleaved_experts(folder), unused_layers(folder)
     for name, info in all_tensors(folder):
-        if not is_parameter(name) or name.startswith((*drafter, *unused)):
+        if not is_parameter(name) or name.startswith(unused):
             continue
         if info.dtype not in FLOATS:
             raise ValueError(
@@ -72,8 +72,31 @@ def find_tensors(folder: Path) -> dict[str, FileTensor]:
     return tensors
 
 
+def other_tensors(folder: Path) -> dict[str, FileTensor]:
+    """All tensors of a folder that `find_tensors` leaves out, by their names in a text-only model.
+
+    Raises ValueError as `find_tensors`.
+    """
+    tensors: dict[str, FileTensor] = {}
+    unused = unused_layers(folder)
+    for name, info in all_tensors(folder):
+        if not is_parameter(name) or name.startswith(unused):
+            add_once(tensors, name, info)
+    return tensors
+
+
+def frozen_parts(folder: Path) -> list[str]:
+    """The names of the tensors of a vision tower and of the other parts that are never trained."""
+    return [name for name in other_tensors(folder) if not (is_parameter(name) or is_kept(name))]
+
+
+def unused_layers(folder: Path) -> tuple[str, ...]:
+    """Starts of the names of a drafter's layers and of unused keys and values."""
+    return (*drafter_layers(folder), *shared_kv_parts(folder))
+
+
 def skipped_parts(folder: Path) -> dict[str, int]:
-    """Parts that are neither loaded nor exported, such as images, and their number of tensors."""
+    """Parts of an image-and-text model next to the language model, and their number of tensors."""
     names = [name.removeprefix("model.") for name, _ in all_tensors(folder)]
     parts = [part for part, kept in OTHER_PARTS.items() if not kept]
     counts = {part: sum(name.startswith(part) for name in names) for part in parts}
@@ -81,7 +104,7 @@ def skipped_parts(folder: Path) -> dict[str, int]:
 
 
 def kept_tensors(folder: Path) -> dict[str, FileTensor]:
-    """The tensors that exports keep unchanged and that are no parameters, by name.
+    """The tensors that an export of the language model alone copies unchanged, by name.
 
     Raises ValueError as `find_tensors`.
     """
@@ -143,13 +166,17 @@ def all_tensors(folder: Path) -> Iterable[tuple[str, FileTensor]]:
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors as the files have them."""
+    """The tensors as the files have them, by their names in a text-only checkpoint."""
+    return ((language_name(stored), info) for stored, info in named_infos(folder))
+
+
+def named_infos(folder: Path) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors as the files have them, by their names there."""
     headers = {file: read_header(file) for file in weight_files(folder)}
     if (index := folder / INDEX).exists():
         check_index(index, headers)
     for header in headers.values():
-        for stored, info in header.items():
-            yield language_name(stored), info
+        yield from header.items()
 
 
 def add_once[T: FileTensor](tensors: dict[str, T], name: str, info: T) -> None:
@@ -275,7 +302,7 @@ def is_parameter(name: str) -> bool:
 
 
 def is_kept(name: str) -> bool:
-    """Whether a tensor is not a parameter and is in exports as it is."""
+    """Whether a tensor is not a parameter and is in all exports as it is."""
     parts = tuple(part for part, kept in OTHER_PARTS.items() if kept)
     return name.removeprefix("model.").startswith(parts)
 

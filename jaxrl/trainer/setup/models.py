@@ -23,8 +23,8 @@ from jaxrl.models.files.adapter import (
 )
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
-from jaxrl.models.files.weight_files import find_tensors
-from jaxrl.models.lora import adapters
+from jaxrl.models.files.weight_files import find_tensors, frozen_parts
+from jaxrl.models.lora import adapters, check_frozen_parts
 from jaxrl.models.vision.config import TowerConfig
 from jaxrl.models.vision.towers import known_tower
 from jaxrl.tracking.progress import Progress
@@ -188,6 +188,8 @@ def check_adapters(cfg: RunConfig, folders: ModelFolders, policy: DecoderConfig)
 
     Those in config.lora.path must fit too, unless the run has them in a checkpoint already.
     """
+    if cfg.lora.rank:
+        check_frozen_parts(cfg.lora.target_modules, frozen_parts(folders.policy))
     separate_critic = cfg.has_critic and not cfg.critic.shared
     for backbone in (policy, *([model_config(folders.critic)] if separate_critic else [])):
         decoder_specs(dataclasses.replace(backbone, lora=adapters(cfg.lora, backbone)))

@@ -15,14 +15,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import convert
+from jaxrl.models.config import LoRA
 from jaxrl.models.files.adapter import (
     adapter_config,
+    adapter_tensors,
     load_with_adapters,
     save_adapter,
     warn_of_shared_experts,
 )
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.hf_save import param_tensors
+from jaxrl.models.files.peft_config import peft_config
 from jaxrl.models.lora import merge
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -99,12 +102,14 @@ def test_scores_equal_those_of_peft(name, stacked, one_device):
             *itertools.product(("llama", "qwen2_dora"), ({}, dict(fsdp=2, tensor=2))),
             ("llama_tables", dict(fsdp=2, tensor=2)),
             ("qwen2_scores", {}),
+            ("qwen3_vl", {}),
         ],
     ),
 )
 def test_a_saved_adapter_has_the_tensors_of_pefts_file(name, sizes, tmp_path):
     with jax.set_mesh(make_mesh(**sizes)):
-        save_adapter(tmp_path / "adapter", load(name, stacked=bool(sizes)), base="base")
+        model = load(name, stacked=bool(sizes))
+        save_adapter(tmp_path / "adapter", model, base="base", source=base_of(name))
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     written = load_file(ADAPTERS / name / "adapter_model.safetensors")
     copies = {tensor for tensor in written if "base_layer" in tensor}
@@ -209,6 +214,74 @@ def test_dropout_of_its_training_does_not_change_an_adapter(tmp_path):
     folder = Path(shutil.copytree(ADAPTERS / "llama", tmp_path / "adapter"))
     changed_config(lora_dropout=0.1)(folder)
     assert adapter_config(folder) == adapter_config(ADAPTERS / "llama")
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model."])
+def test_the_names_of_other_classes_are_those_of_an_image_and_text_model(prefix, tmp_path):
+    """Those of the language model alone, and those of transformers before version 4.52."""
+    folder = Path(shutil.copytree(ADAPTERS / "qwen3_vl", tmp_path / "adapter"))
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    whole = "base_model.model.model.language_model."
+    assert all(name.startswith(whole) for name in tensors)
+    save_file({k.replace(whole, f"base_model.model.{prefix}"): v for k, v in tensors.items()}, path)
+    wanted, found = adapter_tensors(ADAPTERS / "qwen3_vl"), adapter_tensors(folder)
+    assert (
+        found.keys() == wanted.keys() and "model.layers.0.self_attn.q_proj.lora_A.weight" in found
+    )
+    assert adapter_config(folder) == adapter_config(ADAPTERS / "qwen3_vl")
+
+
+def test_the_adapter_of_a_text_model_has_its_names_and_a_list_of_targets(tmp_path, one_device):
+    save_adapter(tmp_path / "adapter", load("qwen3_vl"), base="base")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.layers.") for name in saved)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(adapter_config(ADAPTERS / "qwen3_vl").targets)
+
+
+def test_the_targets_of_an_image_and_text_adapter_are_not_those_of_its_tower(tmp_path, one_device):
+    source = base_of("qwen2_5_vl")
+    save_adapter(tmp_path / "adapter", load("qwen2_5_vl"), base="base", source=source)
+    pattern = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    pattern = pattern["target_modules"]
+    assert re.fullmatch(pattern, "model.language_model.layers.0.mlp.gate_proj")
+    assert not re.fullmatch(pattern, "model.visual.blocks.0.mlp.gate_proj")
+    assert not re.fullmatch(pattern, "model.language_model.layers.0.input_layernorm")
+    assert not re.fullmatch(pattern, "lm_head")
+    tables = peft_config(LoRA(4, 6.0, False, False, ("lm_head",)), ("vocab",), "base", whole=True)
+    assert re.fullmatch(tables["target_modules"], "lm_head")
+
+
+def change_tower(folder):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tower = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
+    save_file(tensors | {tower: np.zeros((4, 16), np.float32)}, path)
+
+
+def name_twice(folder):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file(tensors | {name.replace("language_model.", ""): tensors[name]}, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            change_tower,
+            r"outside of the language model, which are frozen here \(1 tensors: .*visual",
+        ),
+        (name_twice, "has model.layers.0.self_attn.q_proj.lora_A.weight twice"),
+    ],
+)
+def test_an_image_and_text_adapter_that_cannot_be_read_is_refused(change, words, tmp_path):
+    folder = Path(shutil.copytree(ADAPTERS / "qwen3_vl", tmp_path / "adapter"))
+    change(folder)
+    with pytest.raises(ValueError, match=words):
+        adapter_config(folder)
 
 
 def changed_config(**changes):

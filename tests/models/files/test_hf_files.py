@@ -6,7 +6,6 @@ Tests of jaxrl/models/files/hf_load.py, hf_save.py, safetensors.py and atomic_fo
 import errno
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.models.decoder import init_model
 from jaxrl.models.files.atomic_folder import atomic_folder
 from jaxrl.models.files.hf_load import load_model, model_config
-from jaxrl.models.files.hf_save import save_model
+from jaxrl.models.files.hf_save import SaveSettings, save_model
 from jaxrl.models.files.weight_files import find_tensors
 from sharding import TRAIN, bytes_per_device, make_mesh
 
@@ -30,13 +29,6 @@ MODELS = sorted(path.name for path in GOLDEN.iterdir())
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def language_weights(folder: Path) -> dict[str, np.ndarray]:
-    """The weights of a checkpoint without those of its vision tower, as those of a text model."""
-    prefix = re.compile(r"^(language_model\.model|model\.language_model)\.")
-    vision = re.compile(r"^(model\.)?(vision_|multi_modal_projector)")
-    return {prefix.sub("model.", k): v for k, v in weights(folder).items() if not vision.match(k)}
 
 
 def assert_same_weights(a: dict, b: dict) -> None:
@@ -57,7 +49,7 @@ def test_import_and_export_keep_every_bit(name, one_device, tmp_path):
     for stacked in (False, True):
         cfg, model = load_model(GOLDEN / name, rules=TRAIN, stacked=stacked)
         save_model(tmp_path / "out", model, source=GOLDEN / name)
-        assert_same_weights(language_weights(GOLDEN / name), weights(tmp_path / "out"))
+        assert_same_weights(weights(GOLDEN / name), weights(tmp_path / "out"))
         cfg_again, again = load_model(tmp_path / "out", rules=TRAIN, stacked=stacked)
         assert cfg_again == cfg
         for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
@@ -198,10 +190,13 @@ def test_the_language_model_of_an_image_checkpoint_is_found(prefix, one_device, 
     config = dict(model_type="gemma3", text_config=text, eos_token_id=[1, 106])
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, model = load_model(tmp_path, rules=TRAIN)
-    save_model(tmp_path / "out", model, source=tmp_path)
+    save_model(tmp_path / "whole", model, source=tmp_path)
+    assert_same_weights(weights(tmp_path), weights(tmp_path / "whole"))
+    save_model(tmp_path / "out", model, source=tmp_path, settings=SaveSettings(text_only=True))
     assert_same_weights(weights(GOLDEN / "gemma3"), weights(tmp_path / "out"))
-    assert model_config(tmp_path / "out") == model_config(GOLDEN / "gemma3")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [1, 106]
+    for target in (tmp_path / "whole", tmp_path / "out"):
+        assert model_config(target) == model_config(GOLDEN / "gemma3")
+        assert json.loads((target / "config.json").read_text())["eos_token_id"] == [1, 106]
 
 
 def test_a_truncated_file_is_named(one_device, tmp_path):

@@ -15,9 +15,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.check_model import LoadedModel, check_export
+from jaxrl.models.files.export_form import export_form
 from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.hf_load import load_model
-from jaxrl.models.files.hf_save import convert_model, kept_parts, save_model
+from jaxrl.models.files.hf_save import SaveSettings, convert_model, copied_parts, save_model
 from jaxrl.models.files.kept_record import warn_of_change, write_record
 from sharding import TRAIN
 
@@ -59,6 +60,7 @@ def assert_drafter(folder: Path) -> None:
     drafter = {name: found[name][1:] for name in found if name.startswith("mtp")}
     assert drafter == {name: (w.dtype, w.shape, w.tobytes()) for name, w in DRAFTER.items()}
     config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
     assert {name: config.get(name) for name in ENTRIES} == ENTRIES
 
 
@@ -67,16 +69,20 @@ def test_the_drafter_is_exported_unchanged(one_device, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cfg, model = load_model(source, rules=TRAIN)
-    save_model(tmp_path / "a", model, source=source, dtype=jnp.bfloat16, max_shard_bytes=30_000)
+    text, whole = SaveSettings(text_only=True), SaveSettings()
+    for name, settings in (("whole", whole), ("a", text)):
+        target = tmp_path / name
+        options = dict(dtype=jnp.bfloat16, max_shard_bytes=30_000, settings=settings)
+        save_model(target, model, source=source, **options)
+        assert_drafter(target)
+        assert any("visual" in name for name in stored(target)) == (settings is whole)
     convert_model(tmp_path / "a", tmp_path / "b", dtype=np.float16)
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        assert_drafter(folder)
-        assert not any("visual" in name for name in stored(folder))
+    assert_drafter(tmp_path / "b")
     assert stored(tmp_path / "b")["model.norm.weight"][1] == np.float16
     index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {name: place[0] for name, place in stored(tmp_path / "a").items()}
     row = check_export(LoadedModel(source, cfg, model))
-    assert row.passed and row.text.endswith("tensors equal bit for bit; 3 more copied unchanged")
+    assert row.passed and row.text.endswith("tensors equal bit for bit; 4 more copied unchanged")
 
 
 def glm_folder(target: Path, n_layers: int) -> tuple[Path, dict[str, np.ndarray]]:
@@ -122,12 +128,13 @@ def test_layers_after_the_last_one_are_refused_if_the_config_has_no_drafter(tmp_
 def test_a_classifier_has_no_drafter(tmp_path):
     source = folder_with(DRAFTER, tmp_path / "source")
     cfg = folder_config(source)
-    assert [tensor.name for tensor in kept_parts(cfg, source)] == [
+    assert [tensor.name for tensor in copied_parts(export_form(cfg, source))] == [
         "mtp.fc.weight",
         "mtp.norm.weight",
+        "model.visual.pos_embed.weight",
         "mtp.layers.0.mlp.experts.gate_up_proj",
     ]
-    assert not kept_parts(dataclasses.replace(cfg, heads=("score",)), source)
+    assert not export_form(dataclasses.replace(cfg, heads=("score",)), source).copied
 
 
 def test_tensors_of_no_known_part_are_refused(tmp_path):
@@ -150,8 +157,8 @@ def test_an_index_without_a_tensor_of_the_drafter_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "has 0 of the tensors that exports copy .*mtp.* in place of 3"),
-        (DRAFTER | {"mtp.norm.weight": np.ones(3, np.float32)}, "has 3 .* with other values"),
+        ({}, "has 1 of the tensors that exports copy .*mtp.* in place of 4"),
+        (DRAFTER | {"mtp.norm.weight": np.ones(3, np.float32)}, "has 4 .* with other values"),
     ],
     ids=["removed", "changed"],
 )
