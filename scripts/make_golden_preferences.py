@@ -77,6 +77,12 @@ CPO: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"loss_type": "simpo", "cpo_alpha": 0.7},
     ),
 ]
+LABELS = [True, False, True, True, False, True, False, False]  # of all completions
+LABELLED = [
+    {"loss": "kto", "beta": 0.1},
+    {"loss": "kto", "beta": 0.5, "chosen_weight": 1.5, "rejected_weight": 0.7},
+    {"loss": "apo_zero_unpaired", "beta": 0.5, "chosen_weight": 1.5, "rejected_weight": 0.7},
+]
 ORPO = [{"loss": "orpo"}, {"loss": "orpo", "beta": 0.5}]
 
 
@@ -135,6 +141,32 @@ def dpo_loss(keys: dict[str, Any], theirs: dict[str, Any], model: Given, referen
     inputs = {"input_ids": mask, "completion_mask": mask, "attention_mask": torch.ones_like(mask)}
     # Logprobs beyond a completion are 0, as those of the labels that TRL ignores
     return trl.DPOTrainer._compute_loss(trainer, model, inputs, False)
+
+
+def labelled_loss(keys: dict[str, Any], model: Given, reference: Given, kl: np.ndarray):
+    """KTO of the completions as single ones; `kl` has those with other prompts, of both models."""
+    mismatched = {id(model): torch.from_numpy(kl[0]), id(reference): torch.from_numpy(kl[1])}
+    trainer = SimpleNamespace(
+        model=model,
+        ref_model=reference,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        accelerator=accelerator(),
+        aux_loss_enabled=False,
+        precompute_ref_logps=False,
+        loss_type=keys["loss"],
+        calculate_KL=keys["loss"] == "kto",
+        beta=keys["beta"],
+        desirable_weight=keys.get("chosen_weight", 1.0),
+        undesirable_weight=keys.get("rejected_weight", 1.0),
+        _compute_kl_logps=lambda model, batch: mismatched[id(model)],
+        _metrics={"train": collections.defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    mask = torch.nn.functional.pad(torch.from_numpy(MASK), (1, 0)).long()
+    inputs = {"input_ids": mask, "completion_mask": mask, "attention_mask": torch.ones_like(mask)}
+    inputs["label"] = torch.tensor(LABELS)
+    return trl.KTOTrainer._compute_loss(trainer, model, inputs, False)
 
 
 def reference_free_loss(kind: type, settings: dict[str, Any], model: Given):
@@ -212,11 +244,17 @@ def main() -> None:
         model = Given(inside)
         settings = {"beta": keys.get("beta", 0.1)}
         cases.append(case(keys, reference_free_loss(ORPOTrainer, settings, model), model))
+    kl, labelled = -rng.exponential(5.0, (2, 2 * N)).astype(np.float32), []
+    for keys in LABELLED:
+        model = Given(policy)
+        loss = labelled_loss(keys, model, Given(reference), kl)
+        labelled.append(case(keys, loss, model))
     found = {
         "trl": trl.__version__,
         "policy": ragged(policy),
         "reference": ragged(reference),
         "cases": cases,
+        "labelled": {"labels": LABELS, "mismatched": kl.tolist(), "cases": labelled},
         "rewards": reward_cases(rng),
     }
     text = json.dumps(found, indent=0).replace(",\n", ", ").replace("[\n", "[").replace("\n]", "]")

@@ -109,12 +109,14 @@ PREFERENCE_LOSSES = (
     "apo_down",
     "discopop",
     "kto",
+    "apo_zero_unpaired",
     "simpo",
     "cpo",
     "orpo",
 )
 PREFERENCE_TERMS = (*PREFERENCE_LOSSES, "sft")  # of a sum of losses
 REFERENCE_FREE_LOSSES = ("simpo", "cpo", "orpo", "sft")
+LABELLED_LOSSES = ("kto", "apo_zero_unpaired")  # of answers with a label, which are no pairs
 MEAN_LOSSES = ("dpo_norm", "simpo", "orpo")  # of means over the tokens of an answer
 SMOOTHED_LOSSES = ("dpo", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo")
 # Those of a difference of log ratios, for which f-DPO's derivation holds

@@ -116,7 +116,7 @@ NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "model_revision": ("main", "give the folder of that revision", ("model.path",)),
     "average_tokens_across_devices": (True, "jaxrl's token means are over all devices", ()),
 }
-PREFERENCES = {  # loss_type of DPO and KTO: preference.loss
+PREFERENCES = {  # loss_type of DPO: preference.loss
     "sigmoid": "dpo",
     "sigmoid_norm": "dpo_norm",
     "hinge": "hinge",
@@ -132,7 +132,6 @@ PREFERENCES = {  # loss_type of DPO and KTO: preference.loss
     "apo_down": "apo_down",
     "discopop": "discopop",
     "sft": "sft",
-    "kto": "kto",
 }
 REFERENCE_FREE = {"sigmoid": "cpo", "simpo": "simpo"}  # loss_type of CPO
 # Losses of DPO that read label_smoothing; TRL ignores it for the others

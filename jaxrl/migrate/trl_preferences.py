@@ -1,13 +1,14 @@
 """The preference losses of TRL's trainers, and the keys here."""
 
+from jaxrl.config.choices import LABELLED_LOSSES
 from jaxrl.migrate.migration import DIFFERS, Migration, listed
 from jaxrl.migrate.trl_names import DIVERGENCES, PREFERENCES, REFERENCE_FREE, SMOOTHED
 
 
 def dpo(found: Migration) -> None:
     names = listed(found.get("loss_type"))
-    if not names or not set(names) <= PREFERENCES.keys() - {"kto"} or names[0] == "sft":
-        known = ", ".join(PREFERENCES.keys() - {"kto"})
+    if not names or not set(names) <= PREFERENCES.keys() or names[0] == "sft":
+        known = ", ".join(PREFERENCES)
         found.refuse("loss_type", f"jaxrl has {known}, sft not first", "preference.loss")
         return
     found.config["preference.loss"] = PREFERENCES[names[0]]
@@ -40,9 +41,7 @@ def dpo(found: Migration) -> None:
 def kto(found: Migration) -> None:
     found.carry("desirable_weight", "preference.chosen_weight")
     found.carry("undesirable_weight", "preference.rejected_weight")
-    if str(found.get("loss_type")) != "kto":
-        found.refuse("loss_type", "jaxrl has kto for answers without pairs", "preference.loss")
-    found.config["preference.loss"] = "kto"
+    found.choose("loss_type", {name: name for name in LABELLED_LOSSES}, "preference.loss")
 
 
 def cpo(found: Migration) -> None:

@@ -312,7 +312,11 @@ WRONG = [
         "has 1 weights for the 2 losses dpo, sft",
     ),
     (dict(preference__more_losses=("dpo",)), "names a loss twice", "preference.loss_weights"),
-    (dict(preference__more_losses=("kto",)), "scores answers without a pair", "('bco_pair',)"),
+    (
+        dict(preference__more_losses=("kto",)),
+        "kto, which scores answers without a pair",
+        "('bco_pair',)",
+    ),
     (dict(critic__aggregation="token_mean"), "critic.aggregation='token_mean'", "has no critic"),
     (
         dict(algorithm__advantage="gae", critic__shared=True, critic__aggregation="token_mean"),

@@ -86,7 +86,7 @@ def test_the_dtype_is_that_of_computation_and_the_order_that_of_the_sampler(
         ("dpo", "label_smoothing: 0.1"),
         ("dpo", "loss_type: sft"),
         ("dpo", "use_weighting: true"),
-        ("kto", "loss_type: apo_zero_unpaired"),
+        ("kto", "loss_type: bco"),
         ("cpo", "loss_type: hinge"),
         ("cpo", "alpha: 0.3"),
         ("sft", "fp16: true"),
@@ -124,6 +124,13 @@ def test_reward_functions_and_unknown_losses_are_refused():
             "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]",
             "preference.loss_weights",
             (0.8, 0.2, 1.0),
+        ),
+        (
+            "kto",
+            "jaxrl.dpo",
+            "loss_type: apo_zero_unpaired",
+            "preference.loss",
+            "apo_zero_unpaired",
         ),
         ("cpo", "jaxrl.dpo", "cpo_alpha: 0.5", "preference.cpo_alpha", 0.5),
         (

@@ -208,6 +208,22 @@ def kto(
     return 0.5 * (each(chosen, True) + each(rejected, False))
 
 
+def apo_zero_unpaired(
+    chosen: Float[Array, " N"],
+    rejected: Float[Array, " N"],
+    *,
+    beta: float,
+    chosen_weight: float,
+    rejected_weight: float,
+) -> Float[Array, " N"]:
+    """Mean of λ_D (1 - σ(β r_chosen)) and λ_U σ(β r_rejected): APO-zero of single completions.
+
+    https://arxiv.org/abs/2408.06266, eq. 7, as KTO with z = 0.
+    """
+    weights = dict(chosen_weight=chosen_weight, rejected_weight=rejected_weight)
+    return kto(chosen, rejected, 0.0, beta=beta, **weights)
+
+
 def kto_labelled(
     ratio: Float[Array, " N"],
     desirable: Bool[Array, " N"],

@@ -70,6 +70,10 @@ LOSSES = {
         ("chosen", "rejected", "kl"),
         ("beta", "chosen_weight", "rejected_weight"),
     ),
+    "apo_zero_unpaired": PreferenceLoss(
+        preference.apo_zero_unpaired,
+        hyper_parameters=("beta", "chosen_weight", "rejected_weight"),
+    ),
     "simpo": PreferenceLoss(
         reference_free.simpo, hyper_parameters=("beta", "simpo_gamma", "label_smoothing")
     ),

@@ -2,6 +2,7 @@
 
 from jaxrl.config.choices import (
     F_DIVERGENCE_LOSSES,
+    LABELLED_LOSSES,
     PREFERENCE_LOSSES,
     REFERENCE_FREE_LOSSES,
     SMOOTHED_LOSSES,
@@ -15,8 +16,8 @@ READERS = {
     "simpo_gamma": ("simpo",),
     "cpo_alpha": ("cpo",),
     "discopop_tau": ("discopop",),
-    "chosen_weight": ("kto",),
-    "rejected_weight": ("kto",),
+    "chosen_weight": LABELLED_LOSSES,
+    "rejected_weight": LABELLED_LOSSES,
 }
 
 
@@ -24,7 +25,7 @@ def preference_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
     preference = run.preference
     return [
-        *_kto_errors(run),
+        *_unpaired_errors(run),
         *_sum_errors(preference),
         *_unread_errors(preference),
         *_smoothing_errors(preference),
@@ -33,7 +34,7 @@ def preference_errors(run: RunConfig) -> list[str]:
     ]
 
 
-def _kto_errors(run: RunConfig) -> list[str]:
+def _unpaired_errors(run: RunConfig) -> list[str]:
     errors, preference = [], run.preference
     if preference.loss == "kto" and run.mini_batch_prompts == 1:
         errors.append(
@@ -41,11 +42,13 @@ def _kto_errors(run: RunConfig) -> list[str]:
             "pairs, but an update has one pair; set learner.mini_batch_prompts (or "
             "data.prompts_per_step) to 2 or more, or preference.loss='dpo'"
         )
-    if "kto" in preference.names and preference.more_losses:
+    unpaired = [name for name in preference.names if name in LABELLED_LOSSES]
+    if unpaired and preference.more_losses:
         errors.append(
             f"preference.loss={preference.loss!r} with preference.more_losses="
-            f"{preference.more_losses} adds kto to others, but it scores answers without a pair; "
-            "set preference.loss='kto' alone, or preference.more_losses=('bco_pair',)"
+            f"{preference.more_losses} adds others to {unpaired[0]}, which scores answers without "
+            f"a pair; set preference.loss={unpaired[0]!r} alone, or "
+            "preference.more_losses=('bco_pair',)"
         )
     return errors
 
@@ -114,7 +117,8 @@ def _divergence_errors(preference: PreferenceConfig) -> list[str]:
 
 def _length_errors(preference: PreferenceConfig) -> list[str]:
     others = _others(
-        preference, [n for n in PREFERENCE_LOSSES if n not in (*REFERENCE_FREE_LOSSES, "kto")]
+        preference,
+        [n for n in PREFERENCE_LOSSES if n not in (*REFERENCE_FREE_LOSSES, *LABELLED_LOSSES)],
     )
     if preference.ld_alpha == 1.0 or not others:
         return []

@@ -309,8 +309,8 @@ class PreferenceConfig:
     simpo_gamma: float = key(0.5, "simpo: margin between the scaled mean logprobs", ge=0)
     cpo_alpha: float = key(1.0, "cpo: weight of the term of chosen answers", ge=0)
     discopop_tau: float = key(0.05, "discopop: temperature of the modulation", gt=0)
-    chosen_weight: float = key(1.0, "kto: weight of chosen answers", gt=0)
-    rejected_weight: float = key(1.0, "kto: weight of rejected answers", gt=0)
+    chosen_weight: float = key(1.0, "kto, apo_zero_unpaired: weight of chosen answers", gt=0)
+    rejected_weight: float = key(1.0, "kto, apo_zero_unpaired: weight of rejected answers", gt=0)
     margin_weight: float = key(
         0.0,
         "Reward models: factor of the column `margin`, by which the chosen answer's score must "

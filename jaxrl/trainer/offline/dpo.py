@@ -18,6 +18,7 @@ from jaxrl.algorithms.losses.preference_table import (
     log_ratios,
     weighted_losses,
 )
+from jaxrl.config.choices import LABELLED_LOSSES
 from jaxrl.config.keys import PreferenceConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.demonstrations import to_sample
@@ -166,7 +167,7 @@ def preference_metrics(
 def _maker(
     renderer: ChatRenderer, cfg: RunConfig, *, stop: Sequence[int], images: ImageReader | None
 ) -> ItemMaker[Pair | Labelled]:
-    labels = cfg.preference.loss == "kto"
+    labels = cfg.preference.loss in LABELLED_LOSSES
     return pair_maker(renderer, cfg.data, stop=stop, takes_labels=labels, images=images)
 
 

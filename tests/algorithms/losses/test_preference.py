@@ -11,6 +11,7 @@ from jaxrl.algorithms.losses.preference import (
     aot_unpaired,
     apo_down,
     apo_zero,
+    apo_zero_unpaired,
     bco_pair,
     bradley_terry,
     centering,
@@ -33,6 +34,9 @@ LOSSES = {
     "ipo": lambda c, r: ipo(c, r, beta=0.1),
     "bradley_terry": lambda c, r: bradley_terry(c, r, margin=jnp.array([0.5, 0.0])),
     "kto": lambda c, r: kto(c, r, beta=0.5, kl=0.2, chosen_weight=1.0, rejected_weight=2.0),
+    "apo_zero_unpaired": lambda c, r: apo_zero_unpaired(
+        c, r, beta=0.5, chosen_weight=1.0, rejected_weight=2.0
+    ),
 }
 
 
@@ -85,6 +89,8 @@ HAND_NUMBERS = {
     "sppo_hard": (sppo_hard(CHOSEN, REJECTED, beta=0.5), [0.0, 13.0]),
     # 1 - σ(0.5) + σ(-0.5); 1 - σ(-1) + σ(0.5)
     "apo_zero": (apo_zero(CHOSEN, REJECTED, beta=0.5), [0.755081, 1.353518]),
+    # (1 - σ(0.5)) / 2 + σ(-0.5); (1 - σ(-1)) / 2 + σ(0.5)
+    "apo_zero_unpaired": (LOSSES["apo_zero_unpaired"](CHOSEN, REJECTED), [0.566311, 0.987989]),
     # σ(0.5) + 1 - σ(1); σ(-1) + 1 - σ(-1.5)
     "apo_down": (apo_down(CHOSEN, REJECTED, beta=0.5), [0.891401, 1.086516]),
     # s = σ(1 / 1), σ(-1.5 / 1): (1 - s) 0.313262 + s exp(-1); (1 - s) 1.701413 + s exp(1.5)

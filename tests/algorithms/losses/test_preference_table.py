@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.losses.preference import bradley_terry, centering
+from jaxrl.algorithms.losses.preference import bradley_terry, centering, kto_labelled
 from jaxrl.algorithms.losses.preference_table import (
     LOSSES,
     PairLogps,
@@ -59,9 +59,29 @@ def test_losses_and_gradients_are_those_of_trl(case):
     np.testing.assert_allclose(slopes, padded(case["gradient"]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", GOLDEN["labelled"]["cases"], ids=lambda case: case["keys"]["loss"])
+def test_losses_of_single_completions_are_those_of_trl(case):
+    cfg, given = config(case["keys"]), GOLDEN["labelled"]
+    policy, reference = np.array(given["mismatched"], np.float32)
+    kl = max(float((policy - reference).mean()), 0.0) if cfg.loss == "kto" else 0.0
+    assert cfg.loss != "kto" or kl > 0
+    mask = padded([np.ones(len(row)) for row in GOLDEN["policy"]])
+
+    def loss(policy):
+        ratio = ((policy - padded(GOLDEN["reference"])) * mask).sum(1)
+        weights = dict(chosen_weight=cfg.chosen_weight, rejected_weight=cfg.rejected_weight)
+        desirable = jnp.array(given["labels"])
+        return kto_labelled(ratio, desirable, beta=cfg.beta, kl=kl, **weights).mean()
+
+    found, slopes = jax.value_and_grad(loss)(jnp.asarray(padded(GOLDEN["policy"])))
+    np.testing.assert_allclose(found, case["loss"], rtol=1e-5)
+    np.testing.assert_allclose(slopes, padded(case["gradient"]), rtol=1e-5, atol=1e-6)
+
+
 def test_every_loss_has_golden_numbers():
     names = {name for case in GOLDEN["cases"] for name in config(case["keys"]).names}
-    assert set(LOSSES) - names == {"kto"}, "which is in test_peers.py"
+    names |= {case["keys"]["loss"] for case in GOLDEN["labelled"]["cases"]}
+    assert set(LOSSES) == names
 
 
 @pytest.mark.parametrize("case", GOLDEN["rewards"]["cases"])

@@ -168,15 +168,18 @@ def test_kto_estimates_its_kl_from_all_answers_with_the_prompts_of_other_pairs()
     assert mismatched(PAIRS[:1], max_len=4) == [], "a single pair has no other prompt"
 
 
-def test_labelled_answers_have_the_advantages_of_pairs(monkeypatch):
+@pytest.mark.parametrize(("loss", "n_scored"), [("kto", 10), ("apo_zero_unpaired", 5)])
+def test_labelled_answers_have_the_advantages_of_pairs(monkeypatch, loss, n_scored):
+    """KTO also scores each of the five answers with another prompt, for its KL."""
     given = itertools.count()
 
     def fake_logps(core, completions, score):
+        assert len(completions) == n_scored
         return [np.full(d.n_loss_tokens, 0.1 * next(given)) for d in completions]
 
     monkeypatch.setattr("jaxrl.trainer.offline.unpaired.logps", fake_logps)
     core = object.__new__(Core)
-    core.cfg = RunConfig(preference=PreferenceConfig(loss="kto", rejected_weight=2.0))
+    core.cfg = RunConfig(preference=PreferenceConfig(loss=loss, rejected_weight=2.0))
     run = OfflineRun(core, DPO)
     items = as_labelled([PAIRS[0], Labelled(7, PAIRS[1].chosen, True), *PAIRS[2:]])
     assert [item.desirable for item in items] == [True, False, True, True, False]
