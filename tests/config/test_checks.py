@@ -311,6 +311,11 @@ WRONG = [
         dict(preference__more_losses=("sft",), preference__loss_weights=(1.0,)),
         "has 1 weights for the 2 losses dpo, sft",
     ),
+    (
+        dict(preference__loss="orpo", learner__offload=("optimizer", "reference")),
+        "preference.loss='orpo' loads no reference model",
+        "leave out 'reference'",
+    ),
     (dict(preference__more_losses=("dpo",)), "names a loss twice", "preference.loss_weights"),
     (
         dict(preference__more_losses=("kto",)),
@@ -495,10 +500,11 @@ SUSPICIOUS = [
     (dict(algorithm__policy_loss="gspo"), "clip_low=3e-4"),
     (dict(algorithm__policy_loss="gmpo"), "seq_mean_token_mean"),
     (dict(algorithm__policy_loss="policy_gradient", learner__epochs=2), "makes 2 updates"),
+    (dict(preference__loss="simpo"), "preference.beta=0.1 with the loss simpo"),
 ]
 
 
-@pytest.mark.parametrize("case", SUSPICIOUS, ids=lambda case: case[0]["algorithm__policy_loss"])
+@pytest.mark.parametrize("case", SUSPICIOUS, ids=lambda case: next(iter(case[0].values())))
 def test_losses_with_settings_far_from_their_papers_warn(case):
     changes, word = case
     with pytest.warns(UserWarning, match=word):

@@ -31,6 +31,18 @@ def preference_errors(run: RunConfig) -> list[str]:
         *_smoothing_errors(preference),
         *_divergence_errors(preference),
         *_length_errors(preference),
+        *_reference_errors(run),
+    ]
+
+
+def preference_warnings(run: RunConfig) -> list[str]:
+    preference = run.preference
+    if "simpo" not in preference.names or preference.beta >= 1.0:
+        return []
+    return [
+        f"preference.beta={preference.beta} with the loss simpo, whose mean logprobs per token are "
+        "small numbers: the paper has 2 to 10; set preference.beta=2.0, and preference.simpo_gamma "
+        "to about half of it"
     ]
 
 
@@ -126,6 +138,15 @@ def _length_errors(preference: PreferenceConfig) -> list[str]:
         f"preference.ld_alpha={preference.ld_alpha} weights the tokens of log ratios to a "
         f"reference model of a pair, which {', '.join(others)} does not have; set "
         "preference.loss='dpo', or preference.ld_alpha=1.0"
+    ]
+
+
+def _reference_errors(run: RunConfig) -> list[str]:
+    if run.preference.has_reference or "reference" not in run.learner.offload:
+        return []
+    return [
+        f"learner.offload={run.learner.offload}, but {_named(run.preference)} loads no reference "
+        "model; leave out 'reference'"
     ]
 
 
