@@ -1,4 +1,4 @@
-"""python -m jaxrl.dpo --config=configs/dpo_7b.py: preference optimization (DPO, IPO, KTO)."""
+"""python -m jaxrl.dpo --config=configs/dpo_7b.py: DPO, SimPO, KTO and others."""
 
 import sys
 

@@ -164,7 +164,7 @@ def _job(
     }
     workload: OfflineWorkload | None = None
     if objective := OBJECTIVES.get(options.get("job", "train")):
-        cfg, workload = with_objective(cfg, objective), objective.workload
+        cfg, workload = with_objective(cfg, objective), objective.workload(cfg)
     file = options.get("model-config", "")
     tower = tower_shape(cfg.model.path, file) if cfg.data.images else None
     return Job(cfg, decoder, machine, lengths, role_decoders, workload, tower)

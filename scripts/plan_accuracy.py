@@ -85,7 +85,7 @@ def compiled(
     """The numbers of the programs with these names."""
     workload = None
     if "decode" not in names:
-        cfg, workload = with_objective(cfg, SFT), SFT.workload
+        cfg, workload = with_objective(cfg, SFT), SFT.workload(cfg)
     with jax.set_mesh(make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))):
         run = run_programs(cfg, decoder, machine.chip.memory_bytes, workload=workload)
         run = dataclasses.replace(run, table={name: run.table[name] for name in names})

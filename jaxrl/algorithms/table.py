@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl.config.keys import AlgorithmConfig
+from jaxrl.config.keys import AlgorithmConfig, PreferenceConfig
 from jaxrl.config.plugins import load_object, options
 from jaxrl.config.schema import is_import_path
 
@@ -27,7 +27,7 @@ class Row(Protocol):
 
     @property
     def hyper_parameters(self) -> tuple[str, ...]:
-        """Keys of config.algorithm that the function takes as keyword-only arguments."""
+        """Keys of the config's section that the function takes as keyword-only arguments."""
         ...
 
 
@@ -66,7 +66,7 @@ def user_row[T](kind: type[T], spec: str, key: str) -> T:
     )
 
 
-def apply(row: Row, inputs: Mapping[str, Any], cfg: AlgorithmConfig) -> Any:
+def apply(row: Row, inputs: Mapping[str, Any], cfg: AlgorithmConfig | PreferenceConfig) -> Any:
     """Calls the function of `row` with the inputs and the hyper-parameters that the row names."""
     hyper_parameters = {name: getattr(cfg, name) for name in row.hyper_parameters}
     return row.function(*(inputs[name] for name in row.inputs), **hyper_parameters)

@@ -18,7 +18,7 @@ class EntryPoint:
 COMMANDS = {
     "train": EntryPoint("jaxrl.train", "reinforcement learning"),
     "sft": EntryPoint("jaxrl.sft", "supervised fine-tuning on conversations"),
-    "dpo": EntryPoint("jaxrl.dpo", "DPO, cDPO, IPO or KTO on preferences"),
+    "dpo": EntryPoint("jaxrl.dpo", "DPO, SimPO, ORPO, CPO, KTO and others on preferences"),
     "reward-model": EntryPoint("jaxrl.reward_model", "train a reward model on pairs"),
     "evaluate": EntryPoint(
         "jaxrl.evaluate",

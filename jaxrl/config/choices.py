@@ -93,7 +93,35 @@ OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 OPTIMIZERS_WITH_MOMENTS = ("adamw", "lion", "muon")  # that moment_dtype applies to
 MOMENT_DTYPES = ("float32", "bfloat16", "int8")
 LR_SCHEDULES = ("constant", "linear", "cosine")
-PREFERENCE_LOSSES = ("dpo", "ipo", "kto")
+PREFERENCE_LOSSES = (
+    "dpo",
+    "dpo_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "kto",
+    "apo_zero_unpaired",
+    "simpo",
+    "cpo",
+    "orpo",
+)
+PREFERENCE_TERMS = (*PREFERENCE_LOSSES, "sft")  # of a sum of losses
+REFERENCE_FREE_LOSSES = ("simpo", "cpo", "orpo", "sft")
+LABELLED_LOSSES = ("kto", "apo_zero_unpaired")  # of answers with a label, which are no pairs
+MEAN_LOSSES = ("dpo_norm", "simpo", "orpo")  # of means over the tokens of an answer
+SMOOTHED_LOSSES = ("dpo", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo")
+# Those of a difference of log ratios, for which f-DPO's derivation holds
+F_DIVERGENCE_LOSSES = ("dpo", "dpo_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 IPO_REDUCTIONS = ("sum", "mean")
 BEST_MODES = ("max", "min")
 ENVIRONMENTS = (

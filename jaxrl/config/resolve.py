@@ -19,7 +19,7 @@ from jaxrl.config.checks.data import data_errors
 from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.optimizer import optimizer_errors
-from jaxrl.config.checks.preference import preference_errors
+from jaxrl.config.checks.preference import preference_errors, preference_warnings
 from jaxrl.config.checks.rewards import reward_errors, reward_warnings
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
 from jaxrl.config.checks.run import folder_errors, model_errors, run_errors
@@ -68,6 +68,7 @@ def resolve(
         algorithm_warnings,
         batch_warnings,
         reward_warnings,
+        preference_warnings,
     )
     for line in itertools.chain.from_iterable(check(run) for check in checks):
         warnings.warn(line, stacklevel=2)

@@ -233,10 +233,14 @@ def demonstration(
     )
 
 
-def to_sample(demonstration: Demonstration, advantage: float | None = None) -> TrainingSample:
-    """The sequence of a demonstration, with the same advantage at every response token."""
-    d = demonstration
-    advantages = None if advantage is None else np.full(len(d.tokens), advantage, np.float32)
+def to_sample(
+    demonstration: Demonstration, advantage: float | np.ndarray | None = None
+) -> TrainingSample:
+    """The sequence of a demonstration, with an advantage of all or of each of its loss tokens."""
+    d, advantages = demonstration, None
+    if advantage is not None:
+        advantages = np.zeros(len(d.tokens), np.float32)
+        advantages[d.loss_mask] = advantage
     return TrainingSample(
         prompt_tokens=d.prompt_tokens,
         tokens=d.tokens,

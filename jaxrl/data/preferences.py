@@ -123,9 +123,9 @@ def make_pairs(
         labelled = is_labelled(row.columns)
         if labelled and not takes_labels:
             raise ValueError(
-                f"{row.place} has one answer with a label, which only KTO learns from; run "
-                "jaxrl.dpo with preference.loss='kto', or give pairs: the columns chosen and "
-                "rejected"
+                f"{row.place} has one answer with a label, which only KTO and APO-zero learn "
+                "from; run jaxrl.dpo with preference.loss='kto' or 'apo_zero_unpaired', or give "
+                "pairs: the columns chosen and rejected"
             )
         sides = labelled_answer if labelled else conversations
         answers = [

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.config.choices import LOGGERS, LR_SCHEDULES
+from jaxrl.migrate import trl_preferences
 from jaxrl.migrate.migration import (
     DECIDE,
     DIFFERS,
@@ -35,6 +36,8 @@ PROGRAMS = {  # command or script, and the module of jaxrl
     "sft": "jaxrl.sft",
     "dpo": "jaxrl.dpo",
     "kto": "jaxrl.dpo",
+    "cpo": "jaxrl.dpo",
+    "orpo": "jaxrl.dpo",
     "reward": "jaxrl.reward_model",
     "reward_modeling": "jaxrl.reward_model",
 }
@@ -379,16 +382,8 @@ def offline(found: Migration, kind: str) -> None:
             )
         if found.get("assistant_only_loss", False) is not True:
             found.note(DIFFERS, "assistant_only_loss", "only the assistant's turns are trained on")
-    elif kind in ("dpo", "kto"):
+    elif kind == "reward":
+        found.carry("center_rewards_coefficient", "preference.center_coef", float)
+    else:
         found.carry("beta", "preference.beta")
-        found.carry("label_smoothing", "preference.label_smoothing")
-        found.carry("desirable_weight", "preference.chosen_weight")
-        found.carry("undesirable_weight", "preference.rejected_weight")
-        names = listed(found.get("loss_type"))
-        losses = {"sigmoid": "dpo", "ipo": "ipo", "kto": "kto"}
-        if len(names) != 1 or names[0] not in losses:
-            found.refuse("loss_type", f"jaxrl has {', '.join(losses)}", "preference.loss")
-            return
-        found.config["preference.loss"] = losses[names[0]]
-        if names[0] == "ipo":
-            found.config["preference.ipo_reduction"] = "mean"
+        trl_preferences.TRAINERS[kind](found)

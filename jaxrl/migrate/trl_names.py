@@ -36,6 +36,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 2e-5, "max_length": 1024},
     "dpo": {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1, "loss_type": "sigmoid"},
     "kto": {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1, "loss_type": "kto"},
+    "cpo": {
+        "learning_rate": 1e-6,
+        "max_length": 1024,
+        "beta": 0.1,
+        "loss_type": "sigmoid",
+        "cpo_alpha": 1.0,
+        "simpo_gamma": 0.5,
+    },
+    "orpo": {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
     "reward": {"learning_rate": 1e-4, "max_length": 1024},
 }
 RENAMED = {
@@ -107,12 +116,39 @@ NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "model_revision": ("main", "give the folder of that revision", ("model.path",)),
     "average_tokens_across_devices": (True, "jaxrl's token means are over all devices", ()),
 }
+PREFERENCES = {  # loss_type of DPO: preference.loss
+    "sigmoid": "dpo",
+    "sigmoid_norm": "dpo_norm",
+    "hinge": "hinge",
+    "ipo": "ipo",
+    "robust": "robust",
+    "exo_pair": "exo_pair",
+    "nca_pair": "nca_pair",
+    "bco_pair": "bco_pair",
+    "sppo_hard": "sppo_hard",
+    "aot": "aot",
+    "aot_unpaired": "aot_unpaired",
+    "apo_zero": "apo_zero",
+    "apo_down": "apo_down",
+    "discopop": "discopop",
+    "sft": "sft",
+}
+REFERENCE_FREE = {"sigmoid": "cpo", "simpo": "simpo"}  # loss_type of CPO
+# Losses of DPO that read label_smoothing; TRL ignores it for the others
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+DIVERGENCES = {
+    "reverse_kl": "reverse_kl",
+    "forward_kl": "forward_kl",
+    "js_divergence": "js",
+    "alpha_divergence": "alpha",
+}
 OFFLINE_NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "loss_weights": (None, "jaxrl has one preference loss", ()),
-    "rpo_alpha": (None, "jaxrl's preference losses have no such term", ()),
-    "ld_alpha": (None, "jaxrl's preference losses count all tokens", ()),
-    "f_divergence_type": ("reverse_kl", "jaxrl's preference losses have the reverse KL", ()),
+    "rpo_alpha": (
+        None,
+        "older TRL's term of chosen answers is a loss here; set preference.more_losses=('sft',)",
+        ("preference.more_losses",),
+    ),
     "use_weighting": (False, "jaxrl does not weight pairs", ()),
     "sync_ref_model": (False, "the reference of preference pairs is the initial policy", ()),
-    "center_rewards_coefficient": (None, "jaxrl's reward models are not centered", ()),
+    "alpha": (0.0, "jaxrl's SimPO and CPO have no AlphaPO transformation", ()),
 }

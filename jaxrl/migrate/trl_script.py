@@ -13,6 +13,8 @@ CONFIGS = {
     "SFTConfig": "sft",
     "DPOConfig": "dpo",
     "KTOConfig": "kto",
+    "CPOConfig": "cpo",
+    "ORPOConfig": "orpo",
     "RewardConfig": "reward",
 }
 MODEL_CONFIGS = ("ModelConfig", "LoraConfig", "ScriptArguments")

@@ -288,6 +288,40 @@ WRONG = [
     ),
     (dict(preference__loss="kto", data__prompts_per_step=1), "an update has one pair", "2 or more"),
     (dict(preference__ipo_reduction="mean"), "has no effect with preference.loss='dpo'"),
+    (
+        dict(preference__label_smoothing=0.1, preference__loss="hinge"),
+        "preference.label_smoothing=0.1 has no effect with preference.loss='hinge'",
+        "'dpo' or 'robust'",
+    ),
+    (dict(preference__chosen_weight=2.0), "preference.chosen_weight=2.0 has no effect", "'kto'"),
+    (dict(preference__f_alpha=0.7), "preference.f_alpha=0.7 has no effect", "f_divergence='alpha'"),
+    (dict(preference__loss="exo_pair"), "infinite at 0", "label_smoothing=1e-3"),
+    (
+        dict(preference__loss="robust", preference__label_smoothing=0.5),
+        "divides by 1 - 2 preference.label_smoothing",
+        "below 0.5",
+    ),
+    (
+        dict(preference__loss="nca_pair", preference__f_divergence="js"),
+        "has no meaning for nca_pair",
+        "f_divergence='reverse_kl'",
+    ),
+    (dict(preference__loss="simpo", preference__ld_alpha=0.5), "which simpo does not have"),
+    (
+        dict(preference__more_losses=("sft",), preference__loss_weights=(1.0,)),
+        "has 1 weights for the 2 losses dpo, sft",
+    ),
+    (
+        dict(preference__loss="orpo", learner__offload=("optimizer", "reference")),
+        "preference.loss='orpo' loads no reference model",
+        "leave out 'reference'",
+    ),
+    (dict(preference__more_losses=("dpo",)), "names a loss twice", "preference.loss_weights"),
+    (
+        dict(preference__more_losses=("kto",)),
+        "kto, which scores answers without a pair",
+        "('bco_pair',)",
+    ),
     (dict(critic__aggregation="token_mean"), "critic.aggregation='token_mean'", "has no critic"),
     (
         dict(algorithm__advantage="gae", critic__shared=True, critic__aggregation="token_mean"),
@@ -466,10 +500,11 @@ SUSPICIOUS = [
     (dict(algorithm__policy_loss="gspo"), "clip_low=3e-4"),
     (dict(algorithm__policy_loss="gmpo"), "seq_mean_token_mean"),
     (dict(algorithm__policy_loss="policy_gradient", learner__epochs=2), "makes 2 updates"),
+    (dict(preference__loss="simpo"), "preference.beta=0.1 with the loss simpo"),
 ]
 
 
-@pytest.mark.parametrize("case", SUSPICIOUS, ids=lambda case: case[0]["algorithm__policy_loss"])
+@pytest.mark.parametrize("case", SUSPICIOUS, ids=lambda case: next(iter(case[0].values())))
 def test_losses_with_settings_far_from_their_papers_warn(case):
     changes, word = case
     with pytest.warns(UserWarning, match=word):

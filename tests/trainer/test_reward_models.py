@@ -16,7 +16,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import reward_model
-from jaxrl.algorithms.losses.preference import bradley_terry
+from jaxrl.algorithms.losses.preference import bradley_terry, centering
 from jaxrl.config.resolve import default_config, resolve, resolve_evaluation
 from jaxrl.data.packing import pack
 from jaxrl.evaluate import evaluate
@@ -144,7 +144,7 @@ def rl_config(config, tmp_path, folder):
 @pytest.mark.thorough
 def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
     """Packed samples through the value loss, against the derivative of the loss of whole pairs."""
-    ranking_config.preference.margin_weight = 0.5
+    ranking_config.preference.update({"margin_weight": 0.5, "center_coef": 0.1})
     ranking_config.data.prompts_per_step = 2
     rows = [row | {"margin": i} for i, row in enumerate(pairs(2, 2))]
     ranking_config.data.train = write(Path(ranking_config.data.train[0]), rows)
@@ -176,7 +176,8 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
                 jnp.stack([score(params, getattr(pair, side)) for pair in items])
                 for side in ("chosen", "rejected")
             )
-            return bradley_terry(chosen, rejected, margin=margins).mean()
+            centered = 0.1 * centering(chosen, rejected)
+            return (bradley_terry(chosen, rejected, margin=margins) + centered).mean()
 
         loss, want = jax.jit(jax.value_and_grad(direct))(moved)
         got = jax.jit(jax.grad(ours))(moved)

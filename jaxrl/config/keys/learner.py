@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxrl.config.choices import (
     AGGREGATIONS,
+    F_DIVERGENCES,
     IPO_REDUCTIONS,
     LR_SCHEDULES,
     MATMUL_DTYPES,
@@ -11,6 +12,8 @@ from jaxrl.config.choices import (
     OFFLOADS,
     PIPELINE_SCHEDULES,
     PREFERENCE_LOSSES,
+    PREFERENCE_TERMS,
+    REFERENCE_FREE_LOSSES,
     ROUTER_REPLAYS,
     SEQUENCE_PARALLELS,
     SHARED_PREFIXES,
@@ -261,13 +264,27 @@ class CriticConfig:
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
     loss: str = key("dpo", "Loss over preference pairs", choices=PREFERENCE_LOSSES)
+    more_losses: tuple[str, ...] = key(
+        (),
+        "Losses added to preference.loss, such as bco_pair and sft (MPO); sft is the negative log "
+        "likelihood of chosen answers, a mean over tokens",
+        choices=PREFERENCE_TERMS,
+    )
+    loss_weights: tuple[float, ...] = key(
+        (), "Weights of preference.loss and of each of preference.more_losses; () = 1 each", gt=0
+    )
     beta: float = key(
         0.1,
-        "Strength of the constraint to the reference model (ipo: tau)",
+        "Strength of the constraint to the reference model (ipo: tau; simpo, cpo: scale of the "
+        "logprobs; orpo: weight of the odds ratio)",
         gt=0,
     )
     label_smoothing: float = key(
-        0.0, "dpo: assumed probability that a pair's labels are swapped (cDPO)", ge=0, le=0.5
+        0.0,
+        "Assumed probability that a pair's labels are swapped: dpo (cDPO), robust (below 0.5), "
+        "exo_pair (above 0), aot, aot_unpaired, simpo, cpo",
+        ge=0,
+        le=0.5,
     )
     ipo_reduction: str = key(
         "sum",
@@ -275,11 +292,49 @@ class PreferenceConfig:
         "mean (the paper's experiments according to TRL, and TRL's ipo)",
         choices=IPO_REDUCTIONS,
     )
-    chosen_weight: float = key(1.0, "kto: weight of chosen answers", gt=0)
-    rejected_weight: float = key(1.0, "kto: weight of rejected answers", gt=0)
+    f_divergence: str = key(
+        "reverse_kl",
+        "Divergence from the reference model that beta weights: f-DPO, for losses of a difference "
+        "of log ratios",
+        choices=F_DIVERGENCES,
+    )
+    f_alpha: float = key(0.5, "f_divergence=alpha: its exponent; 1 is the reverse KL", gt=0)
+    ld_alpha: float = key(
+        1.0,
+        "Weight of the tokens beyond the length of the shorter answer of a pair: LD-DPO; 1 = off, "
+        "0 = they do not count",
+        ge=0,
+        le=1,
+    )
+    simpo_gamma: float = key(0.5, "simpo: margin between the scaled mean logprobs", ge=0)
+    cpo_alpha: float = key(1.0, "cpo: weight of the term of chosen answers", ge=0)
+    discopop_tau: float = key(0.05, "discopop: temperature of the modulation", gt=0)
+    chosen_weight: float = key(1.0, "kto, apo_zero_unpaired: weight of chosen answers", gt=0)
+    rejected_weight: float = key(1.0, "kto, apo_zero_unpaired: weight of rejected answers", gt=0)
     margin_weight: float = key(
         0.0,
         "Reward models: factor of the column `margin`, by which the chosen answer's score must "
         "exceed the other; 0 = the column is not read",
         ge=0,
     )
+    center_coef: float = key(
+        0.0,
+        "Reward models: coefficient of (score of chosen + score of rejected)² in the loss, which "
+        "centers scores at 0",
+        ge=0,
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The losses of the sum."""
+        return (self.loss, *self.more_losses)
+
+    @property
+    def terms(self) -> tuple[tuple[str, float], ...]:
+        """Each loss of the sum and its weight."""
+        weights = self.loss_weights or (1.0,) * len(self.names)
+        return tuple(zip(self.names, weights, strict=True))
+
+    @property
+    def has_reference(self) -> bool:
+        return not set(self.names) <= set(REFERENCE_FREE_LOSSES)

@@ -1,15 +1,24 @@
-"""Preference optimization (DPO, IPO, KTO) as an objective of the RL learner.
+"""Preference optimization (DPO and its variants, SimPO, KTO) as an objective of the RL learner.
 
-The equations are in algorithms/losses/preference.py.
+The equations are in algorithms/losses/preference.py and reference_free.py. A loss L of the logprobs
+of sequences has the gradient of a policy gradient whose advantage, at every token, is -dL/dlogp.
+So the two completions of a pair may be in different rows and micro-batches.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.losses.preference import PairLoss, advantages, dpo, ipo, kto
-from jaxrl.algorithms.table import lookup
+from jaxrl.algorithms.losses.preference_table import (
+    PairLogps,
+    length_weights,
+    log_ratios,
+    weighted_losses,
+)
+from jaxrl.config.choices import LABELLED_LOSSES
 from jaxrl.config.keys import PreferenceConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.demonstrations import to_sample
@@ -17,16 +26,30 @@ from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.preferences import Labelled, Pair, pair_maker
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun
+from jaxrl.trainer.offline.objective import (
+    UNUSED_SECTIONS,
+    OfflineObjective,
+    OfflineRun,
+    logps,
+)
 from jaxrl.trainer.offline.unpaired import (
     as_labelled,
     labelled_metrics,
     labelled_samples,
-    log_ratios,
     measure_labelled,
     with_prompts,
 )
+from jaxrl.trainer.phases.experience import policy_logps, reference_logps
 from jaxrl.types import Demonstration, TrainingSample
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredPairs:
+    """Pairs at the current weights: chosen completions, then rejected ones."""
+
+    completions: list[Demonstration]
+    token_weights: list[np.ndarray]  # float32 [n_loss_tokens] of each completion
+    logps: PairLogps
 
 
 def make_samples(
@@ -38,13 +61,12 @@ def make_samples(
     """
     if (pairs := all_pairs(items)) is None:
         return labelled_samples(run, as_labelled(items))
-    cfg, completions = run.core.cfg.preference, completions_of(pairs)
-    loss, chosen, rejected = measure(run, pairs)
-    _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
+    cfg, measured = run.core.cfg.preference, measure(run, pairs)
+    losses, slopes = losses_and_slopes(measured.logps, cfg)
+    parts = zip(measured.completions, slopes, measured.token_weights, strict=True)
     # The learner divides by the number of completions; a pair has two.
-    each = 2 * np.concatenate([up, down]) / divisors(completions, cfg)
-    samples = [to_sample(d, a) for d, a in zip(completions, each.tolist(), strict=True)]
-    return samples, preference_metrics(cfg.beta, loss, chosen, rejected)
+    samples = [to_sample(d, -2.0 * slope * weights) for d, slope, weights in parts]
+    return samples, pair_metrics(losses, measured.logps, cfg)
 
 
 def evaluate(run: OfflineRun, items: Sequence[Pair | Labelled]) -> dict[str, float]:
@@ -52,7 +74,8 @@ def evaluate(run: OfflineRun, items: Sequence[Pair | Labelled]) -> dict[str, flo
     if (pairs := all_pairs(items)) is None:
         metrics = labelled_metrics(measure_labelled(run, as_labelled(items)))
     else:
-        metrics = preference_metrics(run.core.cfg.preference.beta, *measure(run, pairs))
+        cfg, logps = run.core.cfg.preference, measure(run, pairs).logps
+        metrics = pair_metrics(np.asarray(weighted_losses(logps, cfg)), logps, cfg)
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
 
 
@@ -62,42 +85,46 @@ def all_pairs(items: Sequence[Pair | Labelled]) -> list[Pair] | None:
     return pairs if len(pairs) == len(items) else None
 
 
-def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarray, np.ndarray]:
-    """(loss, log ratios of the chosen completions, log ratios of the rejected completions).
-
-    A log ratio is log π / π_ref, summed over the tokens of a completion, or their mean if ipo has
-    that reduction.
-    """
+def measure(run: OfflineRun, pairs: Sequence[Pair]) -> MeasuredPairs:
+    """Scores the pairs with the policy, and with the reference if a loss has one."""
     cfg, completions = run.core.cfg.preference, completions_of(pairs)
-    if cfg.loss == "kto":
-        completions += mismatched(pairs, run.core.cfg.data.max_len)
-    ratio = log_ratios(run, completions) / divisors(completions, cfg)
-    chosen, rejected, mismatch = np.split(ratio, [len(pairs), 2 * len(pairs)])
-    kl = max(float(mismatch.mean()), 0.0) if len(mismatch) else 0.0
-    return pair_loss(cfg, kl), chosen, rejected
+    others = mismatched(pairs, run.core.cfg.data.max_len) if cfg.loss == "kto" else []
+    n_tokens = np.array([d.n_loss_tokens for d in completions])
+    weights = length_weights(n_tokens, cfg.ld_alpha)
+    policy = logps(run.core, [*completions, *others], policy_logps)
+    reference = [np.zeros_like(logp) for logp in policy]
+    if cfg.has_reference:
+        reference = logps(run.core, [*completions, *others], reference_logps)
+    ratio = [p - q for p, q in zip(policy, reference, strict=True)]
+    mismatch = [r.sum() for r in ratio[len(completions) :]]
+    sums = PairLogps(
+        ratio=_weighted_sums(ratio, weights),
+        reference=_weighted_sums(reference, weights),
+        n_tokens=jnp.asarray(n_tokens, jnp.float32),
+        kl=jnp.float32(max(float(np.mean(mismatch)), 0.0) if mismatch else 0.0),
+    )
+    return MeasuredPairs(completions, weights, sums)
 
 
-def divisors(completions: Sequence[Demonstration], cfg: PreferenceConfig) -> np.ndarray:
-    """The divisor of each completion's log ratio: 1, or its number of loss tokens."""
-    if cfg.ipo_reduction == "mean":
-        return np.array([d.n_loss_tokens for d in completions], np.float32)
-    return np.ones(len(completions), np.float32)
+def _weighted_sums(found: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> jax.Array:
+    """Σ_t w_t x_t of each completion; those of other sequences follow and are left out."""
+    pairs = zip(found, weights, strict=False)
+    return jnp.asarray([(values * w).sum() for values, w in pairs], jnp.float32)
+
+
+def losses_and_slopes(measured: PairLogps, cfg: PreferenceConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(loss of each pair [N], derivative of their sum by the policy's logprobs [2N])."""
+    losses, slopes = jax.vjp(
+        lambda ratio: weighted_losses(dataclasses.replace(measured, ratio=ratio), cfg),
+        measured.ratio,
+    )
+    (to_policy,) = slopes(jnp.ones_like(losses))
+    return np.asarray(losses), np.asarray(to_policy)
 
 
 def completions_of(pairs: Sequence[Pair]) -> list[Demonstration]:
     """The chosen completions, then the rejected ones."""
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-
-
-def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
-    """The configured loss; only KTO uses `kl`."""
-    weights = dict(chosen_weight=cfg.chosen_weight, rejected_weight=cfg.rejected_weight)
-    known: dict[str, PairLoss] = {
-        "dpo": lambda c, r: dpo(c, r, beta=cfg.beta, label_smoothing=cfg.label_smoothing),
-        "ipo": lambda c, r: ipo(c, r, beta=cfg.beta),
-        "kto": lambda c, r: kto(c, r, beta=cfg.beta, kl=kl, **weights),
-    }
-    return lookup(known, cfg.loss, "preference.loss")
 
 
 def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
@@ -113,27 +140,34 @@ def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
     return with_prompts(completions_of(pairs), others, max_len)
 
 
-def preference_metrics(
-    beta: float, loss: PairLoss, chosen: np.ndarray, rejected: np.ndarray
+def pair_metrics(
+    losses: np.ndarray, measured: PairLogps, cfg: PreferenceConfig
 ) -> dict[str, float]:
-    """Means over pairs.
+    """Means over pairs. The rewards are β times what `preference.loss` compares.
 
-    The reward of a completion is β log π / π_ref (DPO, eq. 5). For a reward model it is the score,
-    with β = 1.
+    For losses with a reference that is β log π / π_ref (DPO, eq. 5).
     """
+    rewards = cfg.beta * np.asarray(log_ratios(cfg.loss, measured, cfg))
+    return preference_metrics(losses, *np.split(rewards, 2))
+
+
+def preference_metrics(
+    losses: np.ndarray, chosen: np.ndarray, rejected: np.ndarray
+) -> dict[str, float]:
+    """Means over pairs, of the losses and of the rewards of the completions."""
     return {
-        "preference/loss": float(jnp.mean(loss(jnp.asarray(chosen), jnp.asarray(rejected)))),
+        "preference/loss": float(np.mean(losses)),
         "preference/accuracy": float(np.mean(chosen > rejected)),
-        "preference/margin": beta * float(np.mean(chosen - rejected)),
-        "preference/reward_chosen": beta * float(np.mean(chosen)),
-        "preference/reward_rejected": beta * float(np.mean(rejected)),
+        "preference/margin": float(np.mean(chosen - rejected)),
+        "preference/reward_chosen": float(np.mean(chosen)),
+        "preference/reward_rejected": float(np.mean(rejected)),
     }
 
 
 def _maker(
     renderer: ChatRenderer, cfg: RunConfig, *, stop: Sequence[int], images: ImageReader | None
 ) -> ItemMaker[Pair | Labelled]:
-    labels = cfg.preference.loss == "kto"
+    labels = cfg.preference.loss in LABELLED_LOSSES
     return pair_maker(renderer, cfg.data, stop=stop, takes_labels=labels, images=images)
 
 
@@ -142,7 +176,9 @@ DPO = OfflineObjective(
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="seq_mean_token_sum",
-    workload=OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True),
-    unused_keys=(*UNUSED_SECTIONS, "preference.margin_weight"),
+    workload=lambda cfg: OfflineWorkload(
+        responses_per_example=2, scores_policy=True, has_reference=cfg.preference.has_reference
+    ),
+    unused_keys=(*UNUSED_SECTIONS, "preference.margin_weight", "preference.center_coef"),
     metric_names={"loss/entropy": "loss/entropy"},
 )

@@ -32,7 +32,7 @@ class OfflineObjective:
     make_samples: Callable[["OfflineRun", Sequence], tuple[list[TrainingSample], dict[str, float]]]
     evaluate: Callable[["OfflineRun", Sequence], dict[str, float]]  # validation items -> val/*
     aggregation: str  # algorithm.aggregation of its loss
-    workload: OfflineWorkload  # shape of a training step, for the planner
+    workload: Callable[[RunConfig], OfflineWorkload]  # shape of a training step
     unused_keys: tuple[str, ...]  # sections and keys of the config that it does not read
     metric_names: Mapping[str, str]  # metrics of an update to log -> their names
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.losses.preference import PairLoss, advantages, bradley_terry
+from jaxrl.algorithms.losses.preference import PairLoss, advantages, bradley_terry, centering
+from jaxrl.config.keys import PreferenceConfig
 from jaxrl.data.preferences import Pair, pair_maker
 from jaxrl.learner.reward_model import last_scores, scored_sequence
 from jaxrl.planner.programs import OfflineWorkload
@@ -24,7 +25,7 @@ def make_samples(
     update minimizes the value loss, so a pair may be split over micro-batches.
     """
     loss, chosen, rejected = measure(run, pairs)
-    _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
+    losses, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
     # The learner divides by the number of completions; a pair has two.
     targets = np.concatenate([chosen, rejected]) + 2 * np.concatenate([up, down])
     samples = [to_sequence(r) for r in completions_of(pairs)]
@@ -32,12 +33,15 @@ def make_samples(
         dataclasses.replace(r, returns=np.array([target], np.float32))
         for r, target in zip(samples, targets.tolist(), strict=True)
     ]
-    return samples, preference_metrics(1.0, loss, chosen, rejected)
+    return samples, preference_metrics(np.asarray(losses), chosen, rejected)
 
 
 def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
     """val/loss, val/accuracy, val/margin, val/reward_chosen and val/reward_rejected."""
-    metrics = preference_metrics(1.0, *measure(run, pairs))
+    loss, chosen, rejected = measure(run, pairs)
+    metrics = preference_metrics(
+        np.asarray(loss(jnp.asarray(chosen), jnp.asarray(rejected))), chosen, rejected
+    )
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
 
 
@@ -49,12 +53,12 @@ def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarra
         scores = last_scores(
             run.core.learner.value_scorer, run.core.state.params, samples, run.core.check_stop
         )
-    margins = run.core.cfg.preference.margin_weight * np.array(
-        [pair.margin for pair in pairs], np.float32
-    )
+    cfg = run.core.cfg.preference
+    margins = cfg.margin_weight * np.array([pair.margin for pair in pairs], np.float32)
 
     def loss(chosen, rejected):
-        return bradley_terry(chosen, rejected, margin=jnp.asarray(margins))
+        ranking = bradley_terry(chosen, rejected, margin=jnp.asarray(margins))
+        return ranking + cfg.center_coef * centering(chosen, rejected)
 
     return loss, scores[: len(pairs)], scores[len(pairs) :]
 
@@ -64,6 +68,11 @@ def to_sequence(item: Demonstration) -> TrainingSample:
     return scored_sequence(np.concatenate([item.prompt_tokens, item.tokens]), item.id)
 
 
+UNUSED_PREFERENCES = tuple(
+    f"preference.{field.name}"
+    for field in dataclasses.fields(PreferenceConfig)
+    if field.name not in ("margin_weight", "center_coef")
+)
 REWARD_MODEL = OfflineObjective(
     maker=lambda renderer, cfg, *, stop, images: pair_maker(
         renderer, cfg.data, stop=stop, images=images
@@ -71,19 +80,14 @@ REWARD_MODEL = OfflineObjective(
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="seq_mean_token_sum",
-    workload=OfflineWorkload(
+    workload=lambda cfg: OfflineWorkload(
         responses_per_example=2, scores_policy=False, has_reference=False, heads=("score",)
     ),
     unused_keys=(
         *UNUSED_SECTIONS,
         "learner.router_aux_coef",
         "learner.router_bias_rate",
-        "preference.loss",
-        "preference.beta",
-        "preference.ipo_reduction",
-        "preference.label_smoothing",
-        "preference.chosen_weight",
-        "preference.rejected_weight",
+        *UNUSED_PREFERENCES,
     ),
     metric_names={},
 )

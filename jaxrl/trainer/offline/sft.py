@@ -43,7 +43,9 @@ SFT = OfflineObjective(
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="token_mean",
-    workload=OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False),
+    workload=lambda cfg: OfflineWorkload(
+        responses_per_example=1, scores_policy=False, has_reference=False
+    ),
     unused_keys=(*UNUSED_SECTIONS, "preference"),
     metric_names={"loss/policy": "loss/nll", "loss/entropy": "loss/entropy"},
 )

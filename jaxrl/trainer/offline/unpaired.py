@@ -1,4 +1,4 @@
-"""KTO of completions with a label, which are no pairs, as an objective of the RL learner."""
+"""KTO and APO-zero of completions with a label as an objective of the RL learner."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class Measured:
 
     ratio: np.ndarray  # float32 [N], log π / π_ref summed over the tokens
     desirable: np.ndarray  # bool [N]
-    kl: float  # the estimate z
+    kl: float  # the estimate z; 0 for APO-zero
     beta: float
     loss: Callable[[Array], Array]  # of ratio [N] -> loss of each completion [N]
 
@@ -41,7 +41,7 @@ def as_labelled(items: Sequence[Pair | Labelled]) -> list[Labelled]:
 def labelled_samples(
     run: OfflineRun, items: Sequence[Labelled]
 ) -> tuple[list[TrainingSample], dict[str, float]]:
-    """The completions as samples, whose advantages give the gradient of the mean KTO loss."""
+    """The completions as samples, whose advantages give the gradient of the mean loss."""
     measured = measure_labelled(run, items)
     slope = jax.grad(lambda ratio: measured.loss(ratio).sum())(jnp.asarray(measured.ratio))
     each = zip(items, (-np.asarray(slope)).tolist(), strict=True)
@@ -53,17 +53,18 @@ def measure_labelled(run: OfflineRun, items: Sequence[Labelled]) -> Measured:
     """The log ratios of the completions and the estimate of the KL.
 
     The KL is max(0, mean log ratio) over the completions, each with the prompt of the next one
-    (section 4.1, https://arxiv.org/abs/2402.01306), and 0 for a single completion.
+    (section 4.1, https://arxiv.org/abs/2402.01306), and 0 for a single completion or APO-zero.
     """
     cfg, n = run.core.cfg.preference, len(items)
+    has_kl = cfg.loss == "kto" and n > 1
     desirable = np.array([item.desirable for item in items])
     completions = [item.completion for item in items]
     others = with_prompts(
         completions, [*completions[1:], *completions[:1]], run.core.cfg.data.max_len
     )
-    scored = [*completions, *(others if n > 1 else [])]
+    scored = [*completions, *(others if has_kl else [])]
     ratio = log_ratios(run, scored)
-    kl = max(float(ratio[n:].mean()), 0.0) if n > 1 else 0.0
+    kl = max(float(ratio[n:].mean()), 0.0) if has_kl else 0.0
 
     def loss(ratio: Array) -> Array:
         return kto_labelled(

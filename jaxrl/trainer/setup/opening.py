@@ -113,7 +113,7 @@ def open_offline(cfg: RunConfig, objective: OfflineObjective) -> Iterator[Offlin
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
         host = open_offline_host(session, objective.maker)
-        devices = open_offline_devices(host, objective.workload)
+        devices = open_offline_devices(host, objective.workload(cfg))
         yield start_offline(devices, objective)
 
 
@@ -239,7 +239,7 @@ def start_run(devices: Devices) -> Run:
 
 def start_offline(devices: Devices, objective: OfflineObjective) -> OfflineRun:
     """As `start_run`, for offline training."""
-    workload = objective.workload
+    workload = objective.workload(devices.host.session.cfg)
     core = load_core(devices, has_reference=workload.has_reference)
     if not core.clock.done:
         warm_up_offline(

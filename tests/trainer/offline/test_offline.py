@@ -16,8 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl import dpo, sft
-from jaxrl.algorithms.losses.preference import dpo as dpo_loss
-from jaxrl.algorithms.losses.preference import ipo as ipo_loss
+from jaxrl.algorithms.losses.preference_table import PairLogps, length_weights, weighted_losses
 from jaxrl.config.keys import PreferenceConfig, RunConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.demonstrations import to_sample
@@ -30,10 +29,8 @@ from jaxrl.trainer.core import Core
 from jaxrl.trainer.offline.dpo import (
     DPO,
     completions_of,
-    divisors,
     make_samples,
     mismatched,
-    pair_loss,
 )
 from jaxrl.trainer.offline.objective import OfflineRun, with_objective
 from jaxrl.trainer.offline.sft import SFT
@@ -45,6 +42,16 @@ from tests.marks import graded
 from tests.trainer.conftest import perturbed
 
 QUESTIONS = [(f"{a} + {b}?", str(a + b), str(a + b + 1)) for a in range(6) for b in range(4)]
+
+PREFERENCES = {
+    "dpo": {},
+    "ipo": {"loss": "ipo", "ipo_reduction": "mean"},
+    "aot": {"loss": "aot", "ld_alpha": 0.5},
+    "mpo": {"more_losses": ("bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)},
+    "f_dpo": {"f_divergence": "js"},
+    "simpo": {"loss": "simpo", "beta": 2.0},
+    "orpo": {"loss": "orpo"},
+}
 
 
 def write(folder, rows):
@@ -161,15 +168,18 @@ def test_kto_estimates_its_kl_from_all_answers_with_the_prompts_of_other_pairs()
     assert mismatched(PAIRS[:1], max_len=4) == [], "a single pair has no other prompt"
 
 
-def test_labelled_answers_have_the_advantages_of_pairs(monkeypatch):
+@pytest.mark.parametrize(("loss", "n_scored"), [("kto", 10), ("apo_zero_unpaired", 5)])
+def test_labelled_answers_have_the_advantages_of_pairs(monkeypatch, loss, n_scored):
+    """KTO also scores each of the five answers with another prompt, for its KL."""
     given = itertools.count()
 
     def fake_logps(core, completions, score):
+        assert len(completions) == n_scored
         return [np.full(d.n_loss_tokens, 0.1 * next(given)) for d in completions]
 
     monkeypatch.setattr("jaxrl.trainer.offline.unpaired.logps", fake_logps)
     core = object.__new__(Core)
-    core.cfg = RunConfig(preference=PreferenceConfig(loss="kto", rejected_weight=2.0))
+    core.cfg = RunConfig(preference=PreferenceConfig(loss=loss, rejected_weight=2.0))
     run = OfflineRun(core, DPO)
     items = as_labelled([PAIRS[0], Labelled(7, PAIRS[1].chosen, True), *PAIRS[2:]])
     assert [item.desirable for item in items] == [True, False, True, True, False]
@@ -191,16 +201,45 @@ def test_kto_learns_from_labels_without_pairs(dpo_config, tmp_path):
     assert last["val/loss"] < first["val/loss"] and last["val/accuracy"] > 0.6
 
 
-def test_ipo_divides_by_the_tokens_of_a_completion_if_it_averages():
-    completions = completions_of(PAIRS)
-    np.testing.assert_array_equal(divisors(completions, PreferenceConfig(loss="ipo")), 1)
-    mean = PreferenceConfig(loss="ipo", ipo_reduction="mean")
-    np.testing.assert_array_equal(divisors(completions, mean), [1, 1, 1, 2, 2, 2])
+def samples_of_pairs(monkeypatch, **keys):
+    """Samples and metrics of PAIRS, whose tokens have the logprobs -1, -1.1, ... in their order."""
+    scored = []
+
+    def fake_logps(core, completions, score):
+        scored.append(score)
+        given = itertools.count()
+        return [np.full(d.n_loss_tokens, -1.0 - 0.1 * next(given)) for d in completions]
+
+    monkeypatch.setattr("jaxrl.trainer.offline.dpo.logps", fake_logps)
+    core = object.__new__(Core)
+    core.cfg = RunConfig(preference=PreferenceConfig(**keys))
+    samples, found = make_samples(OfflineRun(core, DPO), PAIRS)
+    return [s.advantages for s in samples], found, len(scored)
+
+
+def test_each_token_has_the_slope_of_the_loss_times_its_weight(monkeypatch):
+    advantages, found, n_scored = samples_of_pairs(monkeypatch, beta=0.5, ld_alpha=0.25)
+    assert n_scored == 2 and found["preference/loss"] == pytest.approx(math.log(2))
+    # r = 0: the slope of -log σ is -β / 2, times 2 completions of a pair, negated
+    for chosen, rejected in zip(advantages[:3], advantages[3:], strict=True):
+        np.testing.assert_allclose(chosen, [0.5])
+        np.testing.assert_allclose(rejected, [-0.5, -0.125])
+
+
+def test_losses_without_a_reference_score_the_policy_only(monkeypatch):
+    advantages, found, n_scored = samples_of_pairs(monkeypatch, loss="simpo", simpo_gamma=0.0)
+    assert n_scored == 1
+    # means -1, -1.1, -1.2 and -1.3, -1.4, -1.5: a margin of 0.3, times β = 0.1
+    assert found["preference/margin"] == pytest.approx(0.03)
+    slope = 0.1 / (1 + math.exp(0.03))
+    for chosen, rejected in zip(advantages[:3], advantages[3:], strict=True):
+        np.testing.assert_allclose(chosen, [2 * slope], rtol=1e-5)
+        np.testing.assert_allclose(rejected, [-slope, -slope], rtol=1e-5)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("loss", ["ipo", "kto"])
-def test_ipo_and_kto_losses_fall(dpo_config, loss):
+@pytest.mark.parametrize("loss", ["ipo", "kto", "simpo"])
+def test_preference_losses_fall(dpo_config, loss):
     dpo_config.preference.loss = loss
     dpo_config.checkpoint.export_hf = False
     assert dpo.train(resolve(dpo_config))
@@ -208,14 +247,10 @@ def test_ipo_and_kto_losses_fall(dpo_config, loss):
     assert last["val/loss"] < first["val/loss"] and last["val/margin"] > 0
 
 
-@pytest.mark.parametrize("loss", graded(["dpo", "ipo"], thorough=["dpo"]))
-def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
-    """Packed samples in two passes, against the derivative of the loss of whole pairs.
-
-    IPO has means over tokens.
-    """
-    dpo_config.preference.loss = loss
-    dpo_config.preference.ipo_reduction = "mean" if loss == "ipo" else "sum"
+@pytest.mark.parametrize("name", graded(PREFERENCES, thorough=["dpo", "aot"]))
+def test_the_gradient_of_the_samples_equals_that_of_the_loss(dpo_config, name):
+    """Packed samples in two passes, against the derivative of the loss of whole pairs."""
+    dpo_config.preference.update(PREFERENCES[name])
     cfg = with_objective(resolve(dpo_config), DPO)
     with open_offline(cfg, DPO) as run:
         pairs = next(run.core.iterator)
@@ -234,27 +269,27 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
             total = sum(row_logps(params, b, b.advantages).sum() for b in batches)
             return -total / (2 * len(pairs))
 
-        def one_per_row(demonstrations):
-            rows = [
-                pack([to_sample(d)], shapes=((1, 256),), align=64, n_ranks=1)[0].batch
-                for d in demonstrations
-            ]
-            return run.core.learner.update.put(
-                jax.tree.map(lambda *row: np.concatenate(row), *rows)
-            )
-
-        sides = [
-            one_per_row([getattr(pair, side) for pair in pairs]) for side in ("chosen", "rejected")
+        completions = completions_of(pairs)
+        lens = np.array([d.n_loss_tokens for d in completions])
+        token_weights = length_weights(lens, cfg.preference.ld_alpha)
+        rows = [  # the weights of tokens are in the field of advantages
+            pack([to_sample(d, w)], shapes=((1, 256),), align=64, n_ranks=1)[0].batch
+            for d, w in zip(completions, token_weights, strict=True)
         ]
+        one_per_row = run.core.learner.update.put(
+            jax.tree.map(lambda *row: np.concatenate(row), *rows)
+        )
 
         def direct(params):
-            ratios = [
-                row_logps(params, b, 1.0) - row_logps(run.core.ref_params, b, 1.0) for b in sides
-            ]
-            if loss == "dpo":
-                return dpo_loss(*ratios, beta=0.1).mean()
-            means = [r / b.mask.sum(axis=1) for r, b in zip(ratios, sides, strict=True)]
-            return ipo_loss(*means, beta=0.1).mean()
+            policy = row_logps(params, one_per_row, one_per_row.advantages)
+            reference = jnp.zeros_like(policy)
+            if run.core.ref_params is not None:
+                reference = row_logps(run.core.ref_params, one_per_row, one_per_row.advantages)
+            policy, reference = (jax.reshard(x, jax.P()) for x in (policy, reference))
+            logps = PairLogps(
+                policy - reference, reference, jnp.asarray(lens, jnp.float32), jnp.float32(0)
+            )
+            return weighted_losses(logps, cfg.preference).mean()
 
         got, want = (jax.jit(jax.grad(f))(moved) for f in (surrogate, direct))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -262,9 +297,11 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_packing_does_not_change_the_trained_weights(objective, request, tmp_path):
+@pytest.mark.parametrize("name", ["sft", "dpo", "aot", "mpo", "orpo"])
+def test_packing_does_not_change_the_trained_weights(name, request, tmp_path):
+    objective = "sft" if name == "sft" else "dpo"
     config = request.getfixturevalue(f"{objective}_config")
+    config.preference.update(PREFERENCES.get(name, {}))
     config.total_steps, config.learner.eps = 3, 1e-4
     train = {"sft": sft, "dpo": dpo}[objective].train
     assert train(resolve(config))
@@ -303,12 +340,6 @@ def test_keys_of_sampling_runs_are_rejected(sft_config):
         ValueError, match=r"rollout\.n, config\.preference\.beta, .*epochs .*remove"
     ):
         with_objective(resolve(sft_config), SFT)
-
-
-def test_every_preference_loss_of_the_config_is_implemented(dpo_config):
-    for loss in ("dpo", "ipo", "kto"):
-        dpo_config.preference.loss = loss
-        assert pair_loss(resolve(dpo_config).preference, kl=0.1)(jnp.ones(2), jnp.zeros(2)).shape
 
 
 @pytest.mark.parametrize(

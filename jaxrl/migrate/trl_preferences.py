@@ -1,0 +1,71 @@
+"""The preference losses of TRL's trainers, and the keys here."""
+
+from jaxrl.config.choices import LABELLED_LOSSES
+from jaxrl.migrate.migration import DIFFERS, Migration, listed
+from jaxrl.migrate.trl_names import DIVERGENCES, PREFERENCES, REFERENCE_FREE, SMOOTHED
+
+
+def dpo(found: Migration) -> None:
+    names = listed(found.get("loss_type"))
+    if not names or not set(names) <= PREFERENCES.keys() or names[0] == "sft":
+        known = ", ".join(PREFERENCES)
+        found.refuse("loss_type", f"jaxrl has {known}, sft not first", "preference.loss")
+        return
+    found.config["preference.loss"] = PREFERENCES[names[0]]
+    if len(names) > 1:
+        found.config["preference.more_losses"] = tuple(PREFERENCES[name] for name in names[1:])
+    if weights := found.get("loss_weights"):
+        found.config["preference.loss_weights"] = tuple(map(float, listed(weights)))
+    if "ipo" in names:
+        found.config["preference.ipo_reduction"] = "mean"
+    if "discopop" in names:
+        found.carry("discopop_tau", "preference.discopop_tau")
+    if found.get("ld_alpha") is not None:
+        found.carry("ld_alpha", "preference.ld_alpha", float)
+    divergence = str(found.get("f_divergence_type", "reverse_kl")).rpartition(".")[2].lower()
+    found.config["preference.f_divergence"] = DIVERGENCES.get(divergence, divergence)
+    if divergence == "alpha_divergence":
+        found.carry("f_alpha_divergence_coef", "preference.f_alpha", float)
+    smoothing = found.number("label_smoothing", 0.0)
+    if set(names) & set(SMOOTHED):
+        found.config["preference.label_smoothing"] = smoothing
+    if smoothing and not set(names) <= set(SMOOTHED):
+        found.refuse(
+            "label_smoothing",
+            f"TRL smooths {', '.join(SMOOTHED)} alone (older versions: sigmoid too, as cDPO), "
+            "jaxrl all losses of the run that have it; decide",
+            "preference.label_smoothing",
+        )
+
+
+def kto(found: Migration) -> None:
+    found.carry("desirable_weight", "preference.chosen_weight")
+    found.carry("undesirable_weight", "preference.rejected_weight")
+    found.choose("loss_type", {name: name for name in LABELLED_LOSSES}, "preference.loss")
+
+
+def cpo(found: Migration) -> None:
+    """CPO, and SimPO with the term of chosen answers as another loss."""
+    name, alpha = str(found.get("loss_type")), float(found.number("cpo_alpha", 1.0))
+    if name not in REFERENCE_FREE:
+        found.refuse("loss_type", f"jaxrl has {', '.join(REFERENCE_FREE)}", "preference.loss")
+        return
+    found.config["preference.loss"] = REFERENCE_FREE[name]
+    found.carry("label_smoothing", "preference.label_smoothing", float)
+    if name == "sigmoid":
+        found.config["preference.cpo_alpha"] = alpha
+        return
+    found.carry("simpo_gamma", "preference.simpo_gamma", float)
+    if alpha:
+        found.config["preference.more_losses"] = ("sft",)
+        found.config["preference.loss_weights"] = (1.0, alpha)
+
+
+def orpo(found: Migration) -> None:
+    found.config["preference.loss"] = "orpo"
+    found.note(
+        DIFFERS, "ORPOTrainer", "the likelihood of TRL's ORPO includes prompts, that here does not"
+    )
+
+
+TRAINERS = {"dpo": dpo, "kto": kto, "cpo": cpo, "orpo": orpo}
