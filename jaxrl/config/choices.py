@@ -55,7 +55,11 @@ POLICY_LOSSES = (
     "sapo",
     "clip_cov",
     "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
 )
+PENALIZED_LOSSES = ("dppo_tv", "dppo_kl", "dro")  # with log_ratio_penalty
 AGGREGATIONS = (
     "token_mean",
     "seq_mean_token_mean",

@@ -46,11 +46,12 @@ def kl_in_loss(cfg: AlgorithmConfig) -> bool:
 def needs_every_response(cfg: RunConfig) -> bool:
     """Whether an update needs responses with advantages of 0.
 
-    KL, entropy, load-balancing and value terms give them a gradient. If rejected tokens leave the
-    denominator, only the update knows which do.
+    KL, entropy, load-balancing and value terms and the squared log ratio give them a gradient. If
+    rejected tokens leave the denominator, only the update knows which do.
     """
     algo = cfg.algorithm
     in_loss = algo.has_entropy or kl_in_loss(algo) or cfg.critic.shared
+    in_loss = in_loss or algo.log_ratio_penalty != 0.0
     return in_loss or algo.removes_rejected or cfg.learner.router_aux_coef != 0.0
 
 

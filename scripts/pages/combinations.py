@@ -28,6 +28,7 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("policy_loss", "gspo"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},
     ("policy_loss", "gspo_token"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},
     ("policy_loss", "kl_cov"): {"learner.epochs": 2},
+    ("policy_loss", "dro"): {"algorithm.log_ratio_penalty": 0.05, "learner.epochs": 2},
     ("rejection", "token_k1"): {"algorithm.rejection_low": 0.5, "algorithm.rejection_high": 2.0},
     ("rejection", "seq_sum_k1"): {"algorithm.rejection_low": 0.5, "algorithm.rejection_high": 2.0},
 }

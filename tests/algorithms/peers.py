@@ -135,6 +135,31 @@ def kl_cov(logp, sg, b, low, high):
     return -_ratio(logp, b) * b.advantages + b.selected * np.abs(logp - b.old_logp)
 
 
+def _trust_region(divergence, logp, sg, b, low, high):
+    """Kept unless the probability has moved too far in the direction of the advantage."""
+    up = (sg > b.old_logp) & (divergence > high)
+    down = (sg < b.old_logp) & (divergence > low)
+    weight = np.minimum(np.exp(sg - b.old_logp), 20.0)
+    return -weight * b.advantages * logp * ~np.where(b.advantages > 0, up, down)
+
+
+def dppo_tv(logp, sg, b, low, high):
+    """verl's dppo_tv, with the paper's large bound of the ratio."""
+    return _trust_region(np.abs(np.exp(sg) - np.exp(b.old_logp)), logp, sg, b, low, high)
+
+
+def dppo_kl(logp, sg, b, low, high):
+    """verl's dppo_kl."""
+    p, q = np.exp(sg), np.exp(b.old_logp)
+    binary = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    return _trust_region(binary, logp, sg, b, low, high)
+
+
+def dro(logp, sg, b, low, high):
+    """verl's and Tinker's dro with beta = 0.3."""
+    return -(logp * b.advantages - 0.15 * (logp - b.old_logp) ** 2)
+
+
 POLICY_LOSSES = {
     f.__name__: f
     for f in (
@@ -148,6 +173,9 @@ POLICY_LOSSES = {
         sapo,
         clip_cov,
         kl_cov,
+        dppo_tv,
+        dppo_kl,
+        dro,
     )
 }
 

@@ -168,14 +168,22 @@ def test_the_batch_is_what_it_should_be():
 
 PAPER = dict(gspo="seq_mean_token_mean", gspo_token="seq_mean_token_mean")
 PAPER |= dict(gmpo="seq_mean_token_mean", sapo="seq_mean_token_mean")
+# Bounds that mask some tokens of this batch, and the coefficient of the squared log ratio.
+BOUNDED = dict(
+    dppo_tv=dict(clip_low=0.01, clip_high=0.02),
+    dppo_kl=dict(clip_low=1e-3, clip_high=2e-3),
+    dro=dict(log_ratio_penalty=0.3),
+)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_policy_losses_and_their_gradients(name):
-    cfg, aggregation = config(policy_loss=name), PAPER.get(name, "token_mean")
+    cfg = config(policy_loss=name, **BOUNDED.get(name, {}))
+    bounds, aggregation = cfg.algorithm, PAPER.get(name, "token_mean")
     got = loss_and_gradient(lambda x, batch, a: policy_loss(x, a), cfg, aggregation)
     peer = peers.POLICY_LOSSES[name]
-    assert_same(got, lambda logp, sg: peer(logp, sg, BATCH, 0.2, 0.28), aggregation)
+    low, high = bounds.clip_low, bounds.clip_high
+    assert_same(got, lambda logp, sg: peer(logp, sg, BATCH, low, high), aggregation)
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)

@@ -326,6 +326,12 @@ WRONG = [
         "clip_cov_low=9.0 is not below",
     ),
     (dict(algorithm__policy_loss="kl_cov"), "one update", "learner.epochs=2"),
+    (dict(algorithm__log_ratio_penalty=0.1), "no effect with algorithm.policy_loss='ppo_clip'"),
+    (dict(algorithm__policy_loss="dro"), "set it above 0, for example 0.05"),
+    (
+        dict(algorithm__policy_loss="dro", algorithm__log_ratio_penalty=0.1),
+        "zero in a step of one update; set algorithm.old_logp='rollout'",
+    ),
     (dict(algorithm__policy_loss="ppoclip"), "did you mean 'ppo_clip'?"),
     (dict(algorithm__clip_low=1.5), "clip_low=1.5", "<= 1"),
     (dict(reward__weights=(1.0, 2.0)), "2 weights for 1 functions"),

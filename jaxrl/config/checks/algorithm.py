@@ -5,6 +5,7 @@ from jaxrl.config.choices import (
     FULL_KLS,
     GROUP_ADVANTAGES,
     MASKING_CORRECTIONS,
+    PENALIZED_LOSSES,
     QUANTIZED_DTYPES,
     RATIO_REJECTIONS,
 )
@@ -26,6 +27,7 @@ def algorithm_errors(run: RunConfig) -> list[str]:
         *_kl_errors(run),
         *_correction_errors(run.algorithm),
         *_token_selection_errors(run),
+        *_log_ratio_errors(run),
         *router_replay_errors(run, run.learner.router_replay),
     ]
 
@@ -285,14 +287,43 @@ def _token_selection_errors(run: RunConfig) -> list[str]:
             f"algorithm.clip_cov_low={algorithm.clip_cov_low} is not below algorithm.clip_cov_high="
             f"{algorithm.clip_cov_high}; set for example 1.0 and 5.0"
         )
-    one_update = run.mini_batch_prompts >= run.data.prompts_per_step and run.learner.epochs == 1
-    if algorithm.policy_loss == "kl_cov" and algorithm.old_logp == "auto" and one_update:
+    if algorithm.policy_loss == "kl_cov" and _ratio_is_one(run):
         errors.append(
             "algorithm.policy_loss='kl_cov' penalizes changes since the start of the step, which "
             "are zero in a step of one update; set learner.mini_batch_prompts below "
             "data.prompts_per_step, or learner.epochs=2"
         )
     return errors
+
+
+def _ratio_is_one(run: RunConfig) -> bool:
+    """Whether the old policy is always the current one: a step of one update."""
+    one_update = run.mini_batch_prompts >= run.data.prompts_per_step and run.learner.epochs == 1
+    return run.algorithm.old_logp == "auto" and one_update
+
+
+def _log_ratio_errors(run: RunConfig) -> list[str]:
+    """The squared log ratio needs a loss that has it, and a ratio that is not 1."""
+    algorithm = run.algorithm
+    name, beta = algorithm.policy_loss, algorithm.log_ratio_penalty
+    if beta and name not in PENALIZED_LOSSES and not is_import_path(name):
+        return [
+            f"algorithm.log_ratio_penalty={beta} has no effect with algorithm.policy_loss="
+            f"{name!r}; set algorithm.log_ratio_penalty=0.0, or algorithm.policy_loss to one of "
+            f"{', '.join(map(repr, PENALIZED_LOSSES))}"
+        ]
+    if name == "dro" and not beta:
+        return [
+            "algorithm.policy_loss='dro' is bounded by the squared log ratio alone, but "
+            "algorithm.log_ratio_penalty=0.0; set it above 0, for example 0.05"
+        ]
+    if beta and _ratio_is_one(run):
+        return [
+            f"algorithm.log_ratio_penalty={beta} penalizes changes since the old policy, which are "
+            "zero in a step of one update; set algorithm.old_logp='rollout' or 'recompute', or "
+            "learner.epochs=2"
+        ]
+    return []
 
 
 def _dapo_errors(run: RunConfig) -> list[str]:

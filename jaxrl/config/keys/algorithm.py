@@ -40,14 +40,16 @@ class AlgorithmConfig:
     clip_low: float = key(
         0.2,
         "The ratio is clipped below 1 - clip_low (gspo: the ratio of the response; gmpo: the log "
-        "ratio below -clip_low)",
+        "ratio below -clip_low; dppo_tv and dppo_kl: bound on the divergence of a token that "
+        "became less likely)",
         ge=0,
         le=1,
     )
     clip_high: float = key(
         0.2,
         "The ratio is clipped above 1 + clip_high (clip-higher: more than clip_low; gmpo: the log "
-        "ratio above clip_high)",
+        "ratio above clip_high; dppo_tv and dppo_kl: bound on the divergence of a token that "
+        "became more likely)",
         ge=0,
     )
     clip_dual: float = key(
@@ -67,6 +69,12 @@ class AlgorithmConfig:
     clip_cov_high: float = key(5.0, "clip_cov: maximum covariance of a selected token")
     kl_cov_coef: float = key(
         1.0, "kl_cov: weight of |logp - old_logp| at the selected tokens", ge=0
+    )
+    ratio_max: float = key(20.0, "dppo_tv and dppo_kl: maximum weight of a token", gt=0)
+    log_ratio_penalty: float = key(
+        0.0,
+        "dro, dppo_tv and dppo_kl: beta of the term beta / 2 (logp - old_logp)^2 of every token",
+        ge=0,
     )
     log_ratio_clamp: float = key(
         20.0,
