@@ -185,6 +185,7 @@ def policy_loss_inputs(
     return {
         "logp": logp,
         "old_logp": old_logp,
+        "behavior_logp": behavior_logp,
         "mismatch": (current if source == "rollout" else old_logp) - behavior_logp,
         "drift": current - behavior_logp,
         "advantages": apply_mask(batch.advantages, batch.mask),

@@ -126,6 +126,7 @@ AGGREGATIONS = {
     name: name.replace("-", "_")
     for name in (
         "token-mean",
+        "token-sum",
         "seq-mean-token-mean",
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",

@@ -37,6 +37,7 @@ CORRECTIONS = {
     "icepop": dict(correction="icepop", correction_low=0.8, correction_high=1.25),
     "seq_icepop": dict(correction="seq_icepop", correction_low=0.5, correction_high=2.0),
     "seq_max_k3": dict(rejection="seq_max_k3", rejection_max=0.1),
+    "seq_mean_binary_kl": dict(rejection="seq_mean_binary_kl", rejection_max=0.01),
     "off-policy sequences": dict(off_policy_threshold=0.05),
     "seq_mean_k1": dict(rejection="seq_mean_k1", rejection_low=0.95, rejection_high=1.1),
     "gspo, token_tis, seq_mean_k1": dict(

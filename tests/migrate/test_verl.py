@@ -308,7 +308,8 @@ def test_keys_without_a_counterpart_are_listed(capsys):
     [
         ("algorithm.adv_estimator", "mine", "algorithm.advantage"),
         (ACTOR + "policy_loss.loss_mode", "mine", "algorithm.policy_loss"),
-        (ACTOR + "loss_agg_mode", "token-sum", "algorithm.aggregation"),
+        ("algorithm.adv_estimator", "gdpo", "algorithm.advantage"),
+        (ACTOR + "loss_agg_mode", "mine", "algorithm.aggregation"),
         (ACTOR + "optim.lr_scheduler_type", "wsd", "learner.lr_schedule"),
         (ROLLOUT + "multi_turn.enable", True, "env.name"),
         ("distillation.enabled", True, "algorithm.advantage"),
@@ -344,6 +345,11 @@ def test_dppo_bounds_its_divergence_and_truncates_its_ratio_as_verl_does(name):
     assert config["algorithm.ratio_max"] == 3.0  # verl's default of clip_ratio_c
     given = {ACTOR + "policy_loss.loss_mode": name, ACTOR + "clip_ratio_c": 20.0}
     assert migrate(given).config["algorithm.ratio_max"] == 20.0
+
+
+def test_a_sum_over_tokens_keeps_its_name():
+    config = migrate({ACTOR + "loss_agg_mode": "token-sum"}).config
+    assert config["algorithm.aggregation"] == "token_sum"
 
 
 def test_dro_keeps_its_beta():

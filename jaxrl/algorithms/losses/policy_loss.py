@@ -7,6 +7,7 @@ responses. What a loss requires of other choices is in jaxrl/config/precondition
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.algorithms.kl import k2, magnitude
 from jaxrl.algorithms.losses.covariance import SELECT_BETWEEN, SELECT_LARGEST, TokenSelection
-from jaxrl.algorithms.segment import segment_mean
+from jaxrl.algorithms.segment import segment_mean, segment_sum
 
 
 def ppo_clip(
@@ -244,6 +245,32 @@ def dro(
     return policy_gradient(logp, advantages) + _penalty(log_ratio, log_ratio_penalty)
 
 
+def vespo(
+    log_ratio: Float[Array, "B T"],
+    logp: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    segments: Int[Array, "B T"],
+    *,
+    vespo_k_positive: float,
+    vespo_lambda_positive: float,
+    vespo_k_negative: float,
+    vespo_lambda_negative: float,
+) -> Float[Array, "B T"]:
+    """-sg(φ(w)) A logp with φ(w) = w^k exp(λ (1 - w)), w the product of r over the response.
+
+    A smooth weight of whole responses, with k and λ by the sign of A: 1 on policy, and it vanishes
+    for large and small w without a clip. VESPO (https://arxiv.org/abs/2602.10693). As in its code,
+    log w is bounded to log(1e-8) and 20.
+    """
+    total = segment_sum(jnp.where(mask > 0, log_ratio, 0.0), segments)
+    log_w = jnp.clip(stop_gradient(total), math.log(1e-8), 20.0)
+    k = jnp.where(advantages < 0, vespo_k_negative, vespo_k_positive)
+    decay = jnp.where(advantages < 0, vespo_lambda_negative, vespo_lambda_positive)
+    weight = jnp.exp(k * log_w + decay * (1.0 - jnp.exp(log_w)))
+    return policy_gradient(logp, weight * advantages)
+
+
 def _in_trust_region(divergence, log_ratio, advantages, low: float, high: float):
     """1 at tokens that are near the old policy, or that A moves towards it; no gradient."""
     left = jnp.where(
@@ -282,6 +309,12 @@ RESPONSE = ("mask", "segments")
 SELECTED = (*RATIO, "selected")
 CLIP = ("clip_low", "clip_high")
 PENALTY = ("log_ratio_penalty",)
+VESPO = (
+    "vespo_k_positive",
+    "vespo_lambda_positive",
+    "vespo_k_negative",
+    "vespo_lambda_negative",
+)
 TRUST_REGION = (*CLIP, "ratio_max", *PENALTY)
 
 POLICY_LOSSES = {
@@ -298,4 +331,5 @@ POLICY_LOSSES = {
     "dppo_tv": PolicyLoss(dppo_tv, RATIO_AND_LOGP, TRUST_REGION),
     "dppo_kl": PolicyLoss(dppo_kl, RATIO_AND_LOGP, TRUST_REGION),
     "dro": PolicyLoss(dro, RATIO_AND_LOGP, PENALTY),
+    "vespo": PolicyLoss(vespo, (*RATIO_AND_LOGP, *RESPONSE), VESPO),
 }

@@ -8,6 +8,7 @@ from jaxrl.config.choices import (
     PENALIZED_LOSSES,
     QUANTIZED_DTYPES,
     RATIO_REJECTIONS,
+    RESPONSE_LOSSES,
 )
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.preconditions import unmet
@@ -21,6 +22,7 @@ def algorithm_errors(run: RunConfig) -> list[str]:
     return [
         *unmet(run.algorithm, refused=True),
         *_advantage_errors(run),
+        *_reward_errors(run),
         *_critic_errors(run),
         *_teacher_errors(run),
         *_dapo_errors(run),
@@ -130,7 +132,7 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             "'reinforce_plus_plus' or 'remax'"
         )
     kl_per_token = algorithm.kl_in == "reward" and algorithm.kl_coef != 0
-    if name == "remax" and kl_per_token and algorithm.policy_loss in ("gspo", "gmpo"):
+    if name == "remax" and kl_per_token and algorithm.policy_loss in RESPONSE_LOSSES:
         errors.append(
             "algorithm.advantage='remax' with algorithm.kl_in='reward' gives each token its own "
             f"advantage, but algorithm.policy_loss={algorithm.policy_loss!r} has one ratio per "
@@ -149,6 +151,30 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             f"algorithm.lam={algorithm.lam} has no effect with algorithm.advantage={name!r}, which "
             "has no values; set algorithm.lam=1.0, or algorithm.advantage='gae'"
         )
+    return errors
+
+
+def _reward_errors(run: RunConfig) -> list[str]:
+    """Changes of the rewards that an estimator does not see, or that make them negative."""
+    name, reward, errors = run.algorithm.advantage, run.reward, []
+    n_rewards = len(reward.functions) + bool(run.reward_model.path) + bool(reward.overlong_buffer)
+    if name == "gdpo" and n_rewards < 2:
+        errors.append(
+            f"algorithm.advantage='gdpo' normalizes several rewards apart, but there is {n_rewards}"
+            f" with reward.functions={reward.functions}; add a function, or set "
+            "algorithm.advantage='grpo'"
+        )
+    changes = {
+        "gdpo": {"normalize": False, "clip": (), "on_error": "exclude"},
+        "max_rl": {"normalize": False, "overlong_buffer": 0},
+    }
+    reasons = {
+        "gdpo": "changes the sum of the rewards, but algorithm.advantage='gdpo' reads each apart",
+        "max_rl": "makes rewards negative, but algorithm.advantage='max_rl' divides by their mean",
+    }
+    for key, neutral in changes.get(name, {}).items():
+        if (value := getattr(reward, key)) != neutral:
+            errors.append(f"reward.{key}={value!r} {reasons[name]}; set reward.{key}={neutral!r}")
     return errors
 
 

@@ -21,8 +21,8 @@ class AlgorithmConfig:
     advantage: str = key("grpo", "Advantage estimator", choices=ADVANTAGES, or_path=True)
     norm_adv_by_std: bool = key(
         True,
-        "grpo and grpo_passk: divide by the group's standard deviation (false makes grpo the same "
-        "as dr_grpo)",
+        "grpo, grpo_passk and gdpo: divide by the group's standard deviation (false makes grpo the "
+        "same as dr_grpo)",
     )
     gamma: float = key(
         1.0,
@@ -59,6 +59,10 @@ class AlgorithmConfig:
     sapo_tau_negative: float = key(
         1.05, "sapo: steepness of the gate for all other advantages", gt=0
     )
+    vespo_k_positive: float = key(2.0, "vespo: power of w for advantages of 0 or more", ge=0)
+    vespo_lambda_positive: float = key(3.0, "vespo: decay of w for advantages of 0 or more", gt=0)
+    vespo_k_negative: float = key(3.0, "vespo: power of w for negative advantages", ge=0)
+    vespo_lambda_negative: float = key(2.0, "vespo: decay of w for negative advantages", gt=0)
     cov_fraction: float = key(
         0.0002,
         "clip_cov and kl_cov: fraction of a mini-batch's response tokens that are selected",

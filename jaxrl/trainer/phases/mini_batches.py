@@ -26,7 +26,7 @@ from jaxrl.data.packing import (
     shared_fraction,
 )
 from jaxrl.learner.requirements import needs_every_response
-from jaxrl.trainer.phases.advantage import add_advantages
+from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
 from jaxrl.types import Batch, Rollout, TrainingSample
 
 Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
@@ -88,6 +88,7 @@ def make_mini_batches(
     n_ranks: int,
     kl_reference: Score | None = None,
     baselines: np.ndarray | None = None,
+    parts: RewardParts | None = None,
     kl_coef: float | None = None,
     seed: int = 0,
 ) -> tuple[list[MiniBatch], dict[str, float]]:
@@ -97,7 +98,7 @@ def make_mini_batches(
       samples: at least one, by group; with a critic, they have `values`.
       rewards: float64 [len(samples)], after scaling.
       kl_reference: the reference's logprobs, for the KL in the reward; None without it.
-      baselines: see `add_advantages`.
+      baselines, parts: see `add_advantages`.
       kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
       seed: seed of the random token selection of clip_cov.
 
@@ -113,7 +114,7 @@ def make_mini_batches(
         coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
         penalties = [coef * k for k in kl]
     samples = add_advantages(
-        samples, rewards, cfg.algorithm, penalties=penalties, baselines=baselines
+        samples, rewards, cfg.algorithm, penalties=penalties, baselines=baselines, parts=parts
     )
     if cfg.has_critic:
         metrics |= value_metrics(samples)
@@ -257,9 +258,11 @@ def idle_weight(
     """Weight of sequences that a batch leaves out because they have no gradient.
 
     They still count in the denominator: with their `shares` of an episode, one each by default, or
-    with their tokens if the weight counts tokens.
+    with their tokens if the weight counts tokens. A sum over tokens is divided by 1.
     """
     row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
+    if row.weight == "none":
+        return 1.0
     n_sequences = len(response_lens) if shares is None else sum(shares)
     return float(sum(response_lens) if row.weight == "tokens" else n_sequences)
 

@@ -15,7 +15,10 @@ from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.reward_shaping import soft_overlong
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
+from jaxrl.learner.reward_model import PART
+from jaxrl.rewards.functions import metric_names
 from jaxrl.tracking.samples import printable
+from jaxrl.trainer.phases.advantage import RewardParts
 from jaxrl.types import Reward, Rollout, ScoredRollout
 from sharding import hosts
 
@@ -94,6 +97,25 @@ def add_overlong_penalty(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> l
         dataclasses.replace(r, reward=penalized(r.reward, p))
         for r, p in zip(rollouts, penalties.tolist(), strict=True)
     ]
+
+
+def reward_parts(
+    rollouts: Sequence[ScoredRollout], n_samples: Sequence[int], cfg: RunConfig
+) -> RewardParts:
+    """The rewards whose weighted sum is that of each rollout, for its `n_samples` samples.
+
+    They are those of the functions, of the reward model and of the overlong penalty.
+    """
+    functions = metric_names(cfg.reward.functions)
+    weights = dict(zip(functions, cfg.reward.weights or (1.0,) * len(functions), strict=True))
+    if cfg.reward_model.path:
+        weights[PART] = cfg.reward_model.weight
+    if cfg.reward.overlong_buffer:
+        weights["overlong"] = cfg.reward.overlong_penalty
+    values = [[r.reward.parts.get(name, math.nan) for name in weights] for r in rollouts]
+    return RewardParts(
+        np.repeat(np.array(values), n_samples, axis=0), np.array([*weights.values()])
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,6 +77,7 @@ def update_critic(
             critic.state, one = critic.update.update(
                 critic.state,
                 [micro.batch for micro in packed],
+                extra_weight=idle_weight([], mode=cfg.algorithm.aggregation),
                 on_micro_batch=lambda i: bar.advance(1),
             )
             one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}

@@ -20,6 +20,7 @@ from jaxrl.algorithms.losses.policy_loss import (
     policy_gradient,
     ppo_clip,
     sapo,
+    vespo,
 )
 from jaxrl.algorithms.table import apply
 from jaxrl.config.keys import AlgorithmConfig
@@ -230,6 +231,22 @@ def test_dro_is_the_policy_gradient_with_a_quadratic_penalty():
 
     np.testing.assert_allclose(loss(row(-1.0)), [[2 + 0.25 * np.log(2.0) ** 2]], rtol=1e-6)
     np.testing.assert_allclose(slope(loss, row(-1.0)), [[-2 + 0.5 * np.log(2.0)]], rtol=1e-6)
+
+
+def test_vespo_weighs_whole_responses_by_a_smooth_function_of_their_ratio():
+    keys = dict(vespo_k_positive=2.0, vespo_lambda_positive=3.0)
+    keys |= dict(vespo_k_negative=3.0, vespo_lambda_negative=2.0)
+
+    def loss(logp):  # the logprobs are the log ratios; the old ones are 0
+        return vespo(logp, logp, *RESPONSE, **keys)
+
+    # w = e^.6 = 1.8221, A = 2: w^2 exp(3 (1 - w)) = 3.3201 * .084902 = .28188
+    # w = e^-.5 = .60653, A = -1: w^3 exp(2 (1 - w)) = .22313 * 2.19675 = .49016
+    weights = [0.28188 * 2, 0.28188 * 2, -0.49016]
+    np.testing.assert_allclose(counted(slope(loss, LOG_RATIOS)), -np.array(weights), rtol=1e-4)
+    np.testing.assert_allclose(counted(loss(LOG_RATIOS))[1], -weights[1] * 0.4, rtol=1e-4)
+    far = slope(lambda logp: vespo(logp, logp, *RESPONSE, **keys), 100 * LOG_RATIOS)
+    np.testing.assert_allclose(counted(far), 0, atol=1e-12)
 
 
 CFG = AlgorithmConfig(clip_low=0.2, clip_high=0.2, sapo_tau_negative=2.0, log_ratio_penalty=0.5)

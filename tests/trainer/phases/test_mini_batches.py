@@ -77,6 +77,9 @@ EXPECTED = {
     "opo": [1, -1, 0, 0],  # equal lengths: the mean is the baseline
     "gpg": [2, -2, 0, 0],  # one group of two differs: times 2
     "grpo_passk": [2**0.5, 0, 0, 0],  # (3 - 1) / sqrt(2)
+    "grpo_batch_std": [1.5**0.5, -(1.5**0.5), 0, 0],  # std of 3, 1, 2, 2: sqrt(2 / 3)
+    "max_rl": [0.5, -0.5, 0, 0],  # (3 - 2) / 2
+    "flash_reinforce": [1, -1, 0, 0],  # the mean of the step is 2
     # whiten 3 x (1, -1, 0, 0): mean 0, variance 6 / 11
     "reinforce_plus_plus_baseline": [(11 / 6) ** 0.5, -((11 / 6) ** 0.5), 0, 0],
     # whiten 3 x (3, 1, 2, 2): the same deviations from the mean 2
@@ -143,7 +146,12 @@ def test_a_group_of_equal_rewards_is_not_trained_on_but_counted():
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "loss"}, {"rejection": "seq_mean_k1"}],
+    [
+        {"entropy_coef": 0.1},
+        {"kl_coef": 0.1, "kl_in": "loss"},
+        {"rejection": "seq_mean_k1"},
+        {"policy_loss": "dro", "log_ratio_penalty": 0.1, "old_logp": "rollout"},
+    ],
 )
 def test_no_sample_is_idle_if_another_term_than_the_advantage_needs_it(algorithm):
     cfg = resolve(config(**algorithm))
