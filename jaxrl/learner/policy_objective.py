@@ -137,6 +137,8 @@ def token_loss_sums(
         if algo.removes_rejected:
             batch, measured = without_rejected(batch, accepted), measured * accepted
             inputs["mask"] = batch.mask
+    if algo.top_entropy < 1.0:
+        weights = weights * batch.selected
     policy = policy_loss(inputs, algo) * weights
     loss = policy
     if kl_in_loss(algo):

@@ -78,6 +78,7 @@ ONLINE = {
     "vllm_enable_sleep_mode": "rollout.release_kv",
     "mask_truncated_completions": "algorithm.overlong_filtering",
     "entropy_coef": "algorithm.entropy_coef",
+    "top_entropy_quantile": "algorithm.top_entropy",
     "off_policy_mask_threshold": "algorithm.off_policy_threshold",
 }
 OBJECTIVES = {  # loss_type: policy loss and aggregation
@@ -106,7 +107,6 @@ CORRECTIONS = {
 NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "repetition_penalty": (1.0, "jaxrl's sampling has no such penalty", ()),
     "generation_kwargs": (None, "jaxrl's sampling has the keys of rollout.sampling", ()),
-    "top_entropy_quantile": (1.0, "jaxrl's loss is over all tokens", ()),
     "normalize_advantages": (False, "jaxrl's RLOO does not normalize over the batch", ()),
     "label_smoothing_factor": (0.0, "jaxrl's loss has no label smoothing", ()),
     "neftune_noise_alpha": (None, "jaxrl adds no noise to embeddings", ()),

@@ -332,6 +332,18 @@ WRONG = [
         dict(algorithm__policy_loss="dro", algorithm__log_ratio_penalty=0.1),
         "zero in a step of one update; set algorithm.old_logp='rollout'",
     ),
+    (
+        dict(algorithm__top_entropy=0.2, algorithm__old_logp="rollout"),
+        "the trainer does not score them; set algorithm.old_logp='recompute'",
+    ),
+    (
+        dict(algorithm__top_entropy=0.2, algorithm__policy_loss="gspo"),
+        "is one term per response; set algorithm.policy_loss='ppo_clip' or 'gspo_token'",
+    ),
+    (
+        dict(algorithm__top_entropy=0.2, algorithm__policy_loss="kl_cov", learner__epochs=2),
+        "selects tokens itself",
+    ),
     (dict(algorithm__advantage="gdpo"), "normalizes several rewards apart, but there is 1"),
     (
         dict(

@@ -50,6 +50,7 @@ def test_completions_of_all_devices_become_prompts():
         ("importance_sampling_level: sequence\nloss_type: grpo", "algorithm.policy_loss", "gspo"),
         ("delta: 1.5", "algorithm.clip_dual", 1.5),
         ("scale_rewards: none", "algorithm.norm_adv_by_std", False),
+        ("top_entropy_quantile: 0.2", "algorithm.top_entropy", 0.2),
         ("scale_rewards: batch", "algorithm.advantage", "grpo_batch_std"),
         ("multi_objective_aggregation: normalize_then_sum", "algorithm.advantage", "gdpo"),
         ("loss_type: vespo\nvespo_k_neg: 4.0", "algorithm.vespo_k_negative", 4.0),
@@ -89,7 +90,6 @@ def test_the_dtype_is_that_of_computation_and_the_order_that_of_the_sampler(
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("grpo", "top_entropy_quantile: 0.2"),
         ("rloo", "normalize_advantages: true"),
         ("grpo", "importance_sampling_level: sequence\nloss_type: sapo"),
         ("grpo", "loss_type: luspo"),  # with the ratio of tokens, TRL's default

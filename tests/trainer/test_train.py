@@ -337,6 +337,19 @@ def test_remax_trains_with_a_greedy_baseline_and_clip_cov_selects_tokens(tiny_co
 
 
 @pytest.mark.thorough
+def test_two_rewards_apart_train_the_tokens_of_large_entropy_in_a_sum(tiny_config):
+    tiny_config.total_steps = 2
+    tiny_config.rollout.n, tiny_config.data.prompts_per_step = 4, 2
+    tiny_config.reward.functions = (f"{__file__}:often_flat", f"{__file__}:length")
+    tiny_config.algorithm.advantage, tiny_config.algorithm.top_entropy = "gdpo", 0.2
+    tiny_config.algorithm.policy_loss, tiny_config.algorithm.aggregation = "dppo_tv", "token_sum"
+    assert train(resolve(tiny_config))
+    lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
+    assert len(lines) == 2 and all(line["optim/grad_norm"] > 0 for line in lines)
+    assert all(line["reward/length"] < 0 for line in lines)
+
+
+@pytest.mark.thorough
 def test_adaptive_coefficients_dynamic_sampling_and_curriculum_resume_bitwise(
     tiny_config, two_layers, tmp_path
 ):
@@ -404,6 +417,11 @@ def test_reference_refresh_and_weight_average_resume_bitwise(tiny_config, tmp_pa
 def often_flat(data_source, solution_str, ground_truth, extra_info=None):
     """A reward of 0 or 1, often equal for the two samples of a prompt."""
     return float(sum(c.isalpha() for c in solution_str) >= 4)
+
+
+def length(data_source, solution_str, ground_truth, extra_info=None):
+    """Minus the number of characters."""
+    return -float(len(solution_str))
 
 
 @pytest.mark.bitwise

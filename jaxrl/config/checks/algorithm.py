@@ -30,6 +30,7 @@ def algorithm_errors(run: RunConfig) -> list[str]:
         *_correction_errors(run.algorithm),
         *_token_selection_errors(run),
         *_log_ratio_errors(run),
+        *_top_entropy_errors(run.algorithm),
         *router_replay_errors(run, run.learner.router_replay),
     ]
 
@@ -350,6 +351,27 @@ def _log_ratio_errors(run: RunConfig) -> list[str]:
             "learner.epochs=2"
         ]
     return []
+
+
+def _top_entropy_errors(algorithm: AlgorithmConfig) -> list[str]:
+    """A selection by entropy needs scored tokens, and a loss of single tokens."""
+    fraction, name, errors = algorithm.top_entropy, algorithm.policy_loss, []
+    if fraction == 1.0:
+        return []
+    if algorithm.old_logp == "rollout":
+        errors.append(
+            f"algorithm.top_entropy={fraction} needs the entropies of the tokens, but with "
+            "algorithm.old_logp='rollout' the trainer does not score them; set "
+            "algorithm.old_logp='recompute', or algorithm.top_entropy=1.0"
+        )
+    if name in ("gspo", "gmpo", "clip_cov", "kl_cov"):
+        why = "selects tokens itself" if name.endswith("cov") else "is one term per response"
+        errors.append(
+            f"algorithm.top_entropy={fraction} selects tokens, but algorithm.policy_loss={name!r} "
+            f"{why}; set algorithm.policy_loss='ppo_clip' or 'gspo_token', or "
+            "algorithm.top_entropy=1.0"
+        )
+    return errors
 
 
 def _dapo_errors(run: RunConfig) -> list[str]:

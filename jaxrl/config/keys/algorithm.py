@@ -63,6 +63,13 @@ class AlgorithmConfig:
     vespo_lambda_positive: float = key(3.0, "vespo: decay of w for advantages of 0 or more", gt=0)
     vespo_k_negative: float = key(3.0, "vespo: power of w for negative advantages", ge=0)
     vespo_lambda_negative: float = key(2.0, "vespo: decay of w for negative advantages", gt=0)
+    top_entropy: float = key(
+        1.0,
+        "Fraction of a mini-batch's response tokens with the largest entropies that have a policy "
+        "loss (80/20 rule: 0.2); 1 = all",
+        gt=0,
+        le=1,
+    )
     cov_fraction: float = key(
         0.0002,
         "clip_cov and kl_cov: fraction of a mini-batch's response tokens that are selected",
@@ -198,7 +205,7 @@ class AlgorithmConfig:
         "auto",
         "Logprobs in the denominator of the ratio: rollout = from the engine, recompute = scored "
         "by the trainer; auto = recompute only if a step has more than one update, or with "
-        "correction_normalize",
+        "correction_normalize or top_entropy",
         choices=OLD_LOGPS,
     )
     keep_sampling_mask: bool = key(

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl.algorithms.kl import KL_ESTIMATORS
 from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, SumAndWeight, apply_mask
-from jaxrl.algorithms.losses.covariance import covariances
+from jaxrl.algorithms.losses.covariance import covariances, select_top_entropy
 from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.table import apply, lookup
@@ -292,9 +292,28 @@ def with_scores(
         return dataclasses.replace(mini, packed=packed)
 
     mini_batches = [filled(mini) for mini in mini_batches]
+    if cfg.top_entropy < 1.0:
+        mini_batches = [with_top_entropy(mini, cfg) for mini in mini_batches]
     if cfg.correction_normalize:
         return [with_mean_weight(mini, cfg) for mini in mini_batches]
     return mini_batches
+
+
+def with_top_entropy(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:
+    """Replaces the entropies in `selected` by 1 at the tokens with the largest ones, else 0.
+
+    The quantile is over the loss tokens of all micro-batches, so that the update does not depend on
+    the packing.
+    """
+    masks = [packed.batch.mask > 0 for packed in mini.packed]
+    entropies = [p.batch.selected[mask] for p, mask in zip(mini.packed, masks, strict=True)]
+    chosen = select_top_entropy(np.concatenate(entropies), top_entropy=cfg.top_entropy)
+    packed, parts = [], np.split(chosen, np.cumsum([len(x) for x in entropies])[:-1])
+    for one, mask, part in zip(mini.packed, masks, parts, strict=True):
+        selected = np.zeros(mask.shape, np.float32)
+        selected[mask] = part
+        packed.append(dataclasses.replace(one, batch=one.batch.replace(selected=selected)))
+    return dataclasses.replace(mini, packed=packed)
 
 
 def with_mean_weight(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:

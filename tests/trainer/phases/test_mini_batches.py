@@ -350,6 +350,33 @@ def test_a_response_without_loss_tokens_is_idle_for_every_loss():
 
 
 @pytest.mark.parametrize("token_budget", [64, 256])
+def test_the_largest_entropies_are_those_of_all_micro_batches(token_budget):
+    """Entropies 0, .5, 1, ..., 5.5 of 12 tokens: the upper quarter is 4.5, 5 and 5.5."""
+    c = config(top_entropy=0.25)
+    c.learner.token_budget = token_budget
+    cfg = resolve(c)
+    minis, _ = make_mini_batches(*rewarded([[1, 0], [1, 1]]), cfg, n_ranks=1)
+
+    def score_old(batches):
+        scored, n = [], 0
+        for batch in batches:
+            entropies = np.full(batch.mask.shape, 99.0, np.float32)  # outside of the loss
+            of_batch = int(batch.mask.sum())
+            entropies[batch.mask > 0] = 0.5 * np.arange(n, n + of_batch)
+            scored.append(batch.replace(selected=entropies))
+            n += of_batch
+        assert n == 12  # also the tokens of the group of equal rewards
+        return scored
+
+    [mini] = with_scores(minis, cfg.algorithm, score_old=score_old)
+    assert len(mini.packed) == (4 if token_budget == 64 else 1)
+    chosen = np.concatenate([p.batch.selected[p.batch.mask > 0] for p in mini.packed])
+    # the quantile .75 of 0, ..., 5.5 is 4.125
+    np.testing.assert_array_equal(chosen, [0] * 9 + [1] * 3)
+    assert sum(p.batch.selected.sum() for p in mini.packed) == 3
+
+
+@pytest.mark.parametrize("token_budget", [64, 256])
 def test_the_mean_weight_is_over_all_micro_batches(token_budget):
     """Ratios 2 and 1/2 by turns, truncated at 1.5."""
     c = config(correction="token_tis", correction_high=1.5, correction_normalize=True)
