@@ -385,8 +385,7 @@ def rloo(found: Migration) -> None:
 def reference(found: Migration, beta: float) -> None:
     if beta and found.get("sync_ref_model", False):
         found.config["algorithm.ref_refresh_every"] = found.number("ref_model_sync_steps", 512)
-        if found.number("ref_model_mixup_alpha", 0.6) != 1:
-            found.note(DIFFERS, "sync_ref_model", "a refreshed reference is a copy of the policy")
+        found.config["algorithm.ref_refresh_rate"] = found.number("ref_model_mixup_alpha", 0.6)
 
 
 def offline(found: Migration, kind: str) -> None:

@@ -344,6 +344,11 @@ WRONG = [
         dict(algorithm__top_entropy=0.2, algorithm__policy_loss="kl_cov", learner__epochs=2),
         "selects tokens itself",
     ),
+    (
+        dict(algorithm__advantage="remax", reward__length_penalty=0.2),
+        "its greedy baseline has no others; set reward.length_penalty=0.0",
+    ),
+    (dict(algorithm__ref_refresh_rate=0.6), "ref_refresh_every=0, which never changes"),
     (dict(algorithm__advantage="gdpo"), "normalizes several rewards apart, but there is 1"),
     (
         dict(

@@ -50,6 +50,7 @@ def test_completions_of_all_devices_become_prompts():
         ("importance_sampling_level: sequence\nloss_type: grpo", "algorithm.policy_loss", "gspo"),
         ("delta: 1.5", "algorithm.clip_dual", 1.5),
         ("scale_rewards: none", "algorithm.norm_adv_by_std", False),
+        ("beta: 0.1\nsync_ref_model: true", "algorithm.ref_refresh_rate", 0.6),
         ("top_entropy_quantile: 0.2", "algorithm.top_entropy", 0.2),
         ("scale_rewards: batch", "algorithm.advantage", "grpo_batch_std"),
         ("multi_objective_aggregation: normalize_then_sum", "algorithm.advantage", "gdpo"),

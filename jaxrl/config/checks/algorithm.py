@@ -166,12 +166,15 @@ def _reward_errors(run: RunConfig) -> list[str]:
             "algorithm.advantage='grpo'"
         )
     changes = {
-        "gdpo": {"normalize": False, "clip": (), "on_error": "exclude"},
-        "max_rl": {"normalize": False, "overlong_buffer": 0},
+        "gdpo": {"normalize": False, "clip": (), "on_error": "exclude"}
+        | {"length_penalty": 0.0, "truncated_coef": 1.0},
+        "max_rl": {"normalize": False, "overlong_buffer": 0, "length_penalty": 0.0},
+        "remax": {"length_penalty": 0.0},
     }
     reasons = {
         "gdpo": "changes the sum of the rewards, but algorithm.advantage='gdpo' reads each apart",
         "max_rl": "makes rewards negative, but algorithm.advantage='max_rl' divides by their mean",
+        "remax": "compares the samples of a prompt, but its greedy baseline has no others",
     }
     for key, neutral in changes.get(name, {}).items():
         if (value := getattr(reward, key)) != neutral:
@@ -250,6 +253,12 @@ def _kl_errors(run: RunConfig) -> list[str]:
             f"algorithm.ref_refresh_every={algorithm.ref_refresh_every} has no effect with "
             "algorithm.kl_coef=0, which loads no reference model; set algorithm.kl_coef above 0, "
             "or algorithm.ref_refresh_every=0"
+        )
+    if algorithm.ref_refresh_rate != 1.0 and not algorithm.ref_refresh_every:
+        errors.append(
+            f"algorithm.ref_refresh_rate={algorithm.ref_refresh_rate} has no effect with "
+            "algorithm.ref_refresh_every=0, which never changes the reference; set "
+            "algorithm.ref_refresh_every, or algorithm.ref_refresh_rate=1.0"
         )
     if algorithm.kl_target and algorithm.kl_coef == 0:
         errors.append(

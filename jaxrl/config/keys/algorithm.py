@@ -139,6 +139,13 @@ class AlgorithmConfig:
         "Steps after which the reference model is replaced by the current policy; 0 = never",
         ge=0,
     )
+    ref_refresh_rate: float = key(
+        1.0,
+        "ref_refresh_every: share of the policy in the new reference, which keeps the rest of its "
+        "weights (TR-DPO's soft update); 1 = a copy of the policy",
+        gt=0,
+        le=1,
+    )
     entropy_coef: float = key(
         0.0, "Weight of the entropy bonus (initial weight with entropy_target)", ge=0
     )

@@ -312,7 +312,9 @@ def with_top_entropy(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:
     for one, mask, part in zip(mini.packed, masks, parts, strict=True):
         selected = np.zeros(mask.shape, np.float32)
         selected[mask] = part
-        packed.append(dataclasses.replace(one, batch=one.batch.replace(selected=selected)))
+        packed.append(
+            dataclasses.replace(one, batch=dataclasses.replace(one.batch, selected=selected))
+        )
     return dataclasses.replace(mini, packed=packed)
 
 
