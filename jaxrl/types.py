@@ -247,7 +247,7 @@ class Batch:
     advantages: Array  # float32 [B, T]
     values: Array  # float32 [B, T], the critic's before the step
     returns: Array  # float32 [B, T], targets of the value loss
-    selected: Array  # float32 [B, T], 1 at the tokens that clip_cov and kl_cov select
+    selected: Array  # float32 [B, T], 1 at the tokens that clip_cov, kl_cov, top_entropy select
     rollout_logp: Array  # float32 [B, T], from the engine, without sampling filters
     behavior_logp: Array  # float32 [B, T], from the engine, with them: sampled from it
     old_logp: Array  # float32 [B, T], of the policy at the start of the step

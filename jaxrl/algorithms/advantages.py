@@ -77,6 +77,71 @@ def gpg(rewards: Groups) -> Groups:
     return _float32(centred * len(r) / max(n_differ, 1))
 
 
+def grpo_batch_std(rewards: Groups, *, eps: float = 1e-6) -> Groups:
+    """A = (r - mean(r)) / (S + eps): mean over the group, std S over all rewards of the step.
+
+    Lite PPO (https://arxiv.org/abs/2508.08221); S is unbiased. The scale is that of the whole step,
+    so it is not large for groups of almost equal rewards. Raises ValueError for groups of one
+    sample.
+    """
+    r, centred = _centred("grpo_batch_std", rewards)
+    return _float32(centred / (np.nanstd(r, ddof=1) + eps))
+
+
+def max_rl(rewards: Groups) -> Groups:
+    """A = (r - mean(r)) / mean(r) over each group, 0 if all rewards are 0.
+
+    MaxRL (https://arxiv.org/abs/2602.02710): with rewards of 0 and 1 the gradient is that of the
+    maximum likelihood objective truncated at order n, which gives a prompt of pass rate p a weight
+    of about 1 / p. Raises ValueError for groups of one sample and for rewards below 0.
+    """
+    r, centred = _centred("max_rl", rewards)
+    if np.nanmin(r) < 0:
+        raise ValueError(
+            f"max_rl divides by the mean reward of a prompt, but a reward is {np.nanmin(r):g}; "
+            "give rewards of 0 or more (best 0 and 1), or set config.algorithm.advantage='grpo'"
+        )
+    mean = np.nanmean(r, axis=1, keepdims=True)
+    return _float32(centred / np.where(mean > 0, mean, 1.0))
+
+
+def flash_reinforce(rewards: Groups) -> Groups:
+    """A = r - mean of all rewards of the step: FlashREINFORCE (https://github.com/NVIDIA-NeMo).
+
+    It needs no group: with one sample per prompt, a step has as many prompts as samples.
+    """
+    r = rewards.astype(np.float64)
+    return _float32(r - np.nanmean(r))
+
+
+def gdpo(
+    rewards: Groups,
+    reward_parts: Float[np.ndarray, "K P n"],
+    reward_weights: Float[np.ndarray, " K"],
+    *,
+    norm_adv_by_std: bool = True,
+    eps: float = 1e-6,
+) -> Groups:
+    """A = X / (std(X) + eps) over the step, with X = Σ_k w_k (r_k - mean(r_k)) / (std(r_k) + eps).
+
+    Each of K rewards is normalized over its group, so that none is lost next to one with a larger
+    spread; then their weighted sum, whose mean is 0, is normalized over all responses of the step:
+    GDPO (https://arxiv.org/abs/2601.05242). A reward without a score for a response (NaN) adds 0.
+    `rewards` only says which samples there are. Raises ValueError for groups of one sample.
+    """
+    _check_groups("gdpo", rewards)
+    r = reward_parts.astype(np.float64)
+    scored = ~np.isnan(r)
+    count = scored.sum(axis=2, keepdims=True)
+    centred = np.where(scored, r, 0.0)
+    centred = np.where(scored, centred - centred.sum(2, keepdims=True) / np.maximum(count, 1), 0.0)
+    if norm_adv_by_std:
+        variance = np.square(centred).sum(2, keepdims=True) / np.maximum(count - 1, 1)
+        centred = centred / (np.sqrt(variance) + eps)
+    total = np.where(np.isnan(rewards), np.nan, np.tensordot(reward_weights, centred, axes=1))
+    return _float32(total / (np.nanstd(total, ddof=1) + eps))
+
+
 def grpo_passk(rewards: Groups, *, norm_adv_by_std: bool = True, eps: float = 1e-6) -> Groups:
     """A = best - second-best reward for the best response of each group, 0 for the others.
 
@@ -238,6 +303,15 @@ ADVANTAGES = {
     "opo": Advantage(opo, ("rewards", "lengths"), needs_group=True),
     "gpg": Advantage(gpg, ("rewards",), needs_group=True),
     "grpo_passk": Advantage(grpo_passk, ("rewards",), ("norm_adv_by_std",), needs_group=True),
+    "grpo_batch_std": Advantage(grpo_batch_std, ("rewards",), needs_group=True),
+    "max_rl": Advantage(max_rl, ("rewards",), needs_group=True),
+    "gdpo": Advantage(
+        gdpo,
+        ("rewards", "reward_parts", "reward_weights"),
+        ("norm_adv_by_std",),
+        needs_group=True,
+    ),
+    "flash_reinforce": Advantage(flash_reinforce, ("rewards",)),
     "gae": Advantage(
         gae,
         ("token_rewards", "values", "mask"),

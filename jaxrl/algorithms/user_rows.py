@@ -21,6 +21,7 @@ from jaxrl.algorithms.losses.importance import CORRECTIONS
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.losses.rejection import REJECTIONS
 from jaxrl.algorithms.table import Row, apply, lookup
+from jaxrl.config.choices import RESPONSE_LOSSES
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.config.schema import is_import_path
 from jaxrl.config.user_code import error_text
@@ -104,7 +105,7 @@ def _advantage_errors(row: Advantage, run: RunConfig) -> Iterator[str]:
         yield "needs_critic is not supported here; set algorithm.advantage='gae' for a critic"
     if row.needs_group and run.rollout.n == 1:
         yield "it compares the samples of a prompt, but rollout.n=1; set rollout.n to 2 or more"
-    if row.level == "token" and algorithm.policy_loss in ("gspo", "gmpo"):
+    if row.level == "token" and algorithm.policy_loss in RESPONSE_LOSSES:
         yield (
             f"algorithm.policy_loss={algorithm.policy_loss!r} has one ratio per response and would "
             "average its advantages per token; set algorithm.policy_loss='gspo_token'"
@@ -121,7 +122,7 @@ def _trial_errors(trial: Any, row: Any, cfg: AlgorithmConfig) -> list[str]:
 
 
 def _call_per_token(row: Row, cfg: AlgorithmConfig) -> list[str]:
-    names = ("log_ratio", "logp", "ref_logp", "advantages", "exact_kl", "mask")
+    names = ("log_ratio", "logp", "ref_logp", "behavior_logp", "advantages", "exact_kl", "mask")
     inputs = {name: _abstract((2, T)) for name in names}
     inputs |= {"segments": _abstract((2, T), jnp.int32), "selected": _abstract((2, T), jnp.bool_)}
     result = jax.eval_shape(lambda inputs: apply(row, inputs, cfg), inputs)
@@ -142,6 +143,7 @@ def _call_advantage(row: Advantage, cfg: AlgorithmConfig) -> list[str]:
     inputs |= {name: _values(1, (n,)) for name in ("task_rewards", "baselines")}
     inputs |= {name: _values(2, (n, T)) for name in ("token_rewards", "token_kl_rewards", "values")}
     inputs["mask"] = np.ones((n, T), np.float32)
+    inputs |= {"reward_parts": _values(3, (2, *groups)), "reward_weights": np.ones(2)}
     result = apply(row, inputs, cfg)
     shape, text = (groups, "[P, n]") if row.level == "response" else ((n, T), "[N, T]")
     if errors := _shape_errors(result, shape, text):

@@ -37,13 +37,18 @@ ADVANTAGES = (
     "opo",
     "gpg",
     "grpo_passk",
+    "grpo_batch_std",
+    "max_rl",
+    "gdpo",
+    "flash_reinforce",
     "gae",
     "distill",
 )
 # One advantage per token, from token rewards; all others give a response one advantage.
 DISCOUNTED_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill")
 TOKEN_ADVANTAGES = (*DISCOUNTED_ADVANTAGES, "remax")  # remax: equal without a KL in the reward
-GROUP_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in TOKEN_ADVANTAGES)
+BATCH_ADVANTAGES = ("flash_reinforce",)  # compares all samples of a step
+GROUP_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, *BATCH_ADVANTAGES))
 POLICY_LOSSES = (
     "ppo_clip",
     "dual_clip",
@@ -55,9 +60,16 @@ POLICY_LOSSES = (
     "sapo",
     "clip_cov",
     "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "vespo",
 )
+RESPONSE_LOSSES = ("gspo", "gmpo", "vespo")  # one weight for all tokens of a response
+PENALIZED_LOSSES = ("dppo_tv", "dppo_kl", "dro")  # with log_ratio_penalty
 AGGREGATIONS = (
     "token_mean",
+    "token_sum",
     "seq_mean_token_mean",
     "seq_mean_token_sum",
     "seq_mean_token_sum_norm",
@@ -79,6 +91,7 @@ REJECTIONS = (
     "seq_sum_k3",
     "seq_mean_k2",
     "seq_mean_k3",
+    "seq_mean_binary_kl",
     "seq_max_k2",
     "seq_max_k3",
 )

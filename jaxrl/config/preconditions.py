@@ -24,13 +24,23 @@ class Requires:
     refused: bool  # otherwise it is a warning
 
 
-def _aggregation(value: str, reason: str) -> Requires:
+def _aggregation(value: str, reason: str, *others: str) -> Requires:
     remedy = f"set algorithm.aggregation={value!r}"
-    return Requires("aggregation", (value,), reason, remedy, refused=False)
+    return Requires("aggregation", (value, *others), reason, remedy, refused=False)
+
+
+def _no_kl_in_reward(reason: str) -> Requires:
+    return Requires("kl_in", ("loss",), reason, "set algorithm.kl_in='loss'", refused=True)
 
 
 PER_RESPONSE = _aggregation(
     "seq_mean_token_mean", "the paper's loss is a mean over responses of the mean over their tokens"
+)
+PER_RESPONSE_OR_LUSPO = _aggregation(
+    "seq_mean_token_mean",
+    "GSPO's loss is a mean over responses of the mean over their tokens, LUSPO's of the sum "
+    "('seq_mean_token_sum')",
+    "seq_mean_token_sum",
 )
 ONE_ADVANTAGE = Requires(
     "advantage",
@@ -57,6 +67,7 @@ RESPONSE_WEIGHTS = (
             "seq_mean_k1",
             "seq_mean_k2",
             "seq_mean_k3",
+            "seq_mean_binary_kl",
             "seq_max_k2",
             "seq_max_k3",
         ),
@@ -64,6 +75,14 @@ RESPONSE_WEIGHTS = (
         "set a rejection of responses such as 'seq_mean_k1', or algorithm.policy_loss='gspo_token'",
         refused=False,
     ),
+)
+WEIGHT_FROM_ENGINE = Requires(
+    "correction",
+    ("none",),
+    "the weight of a response is a function of its ratio to the policy that sampled it, which no "
+    "further factor replaces",
+    "set algorithm.old_logp='rollout' for the ratio to the engine, and algorithm.correction='none'",
+    refused=True,
 )
 ONLY_IN_REWARD = Requires(
     "kl_in",
@@ -96,14 +115,24 @@ PRECONDITIONS: dict[str, dict[str, tuple[Requires, ...]]] = {
                 "Dr.GRPO removes the bias towards short responses from both advantage and mean",
             ),
         ),
+        "max_rl": (
+            _no_kl_in_reward(
+                "it divides by the mean reward of a prompt, which a KL makes negative"
+            ),
+        ),
+        "gdpo": (
+            _no_kl_in_reward("it normalizes each reward apart, and the KL is in none of them"),
+        ),
     },
     "policy_loss": {
-        "gspo": (ONE_ADVANTAGE, PER_RESPONSE, *RESPONSE_WEIGHTS),
-        "gspo_token": (PER_RESPONSE,),
+        "gspo": (ONE_ADVANTAGE, PER_RESPONSE_OR_LUSPO, *RESPONSE_WEIGHTS),
+        "gspo_token": (PER_RESPONSE_OR_LUSPO,),
         "gmpo": (ONE_ADVANTAGE, PER_RESPONSE, *RESPONSE_WEIGHTS),
         "sapo": (PER_RESPONSE,),
+        "vespo": (ONE_ADVANTAGE, WEIGHT_FROM_ENGINE),
     },
-    # only with algorithm.kl_coef above 0; "k1+" has the value of k1 and the gradient of k2
+    # rules of kl_in hold only with algorithm.kl_coef above 0
+    # "k1+" has the value of k1 and the gradient of k2
     "kl": {
         "k1": (ONLY_IN_REWARD,),
         **{kl: (ONLY_IN_LOSS,) for kl in KLS if kl not in ("k1", "k1+", *FULL_KLS)},
@@ -116,11 +145,11 @@ def unmet(algorithm: AlgorithmConfig, *, refused: bool) -> list[str]:
     """One line per precondition that is not met: those refused, or those warned about."""
     lines = []
     for key, table in PRECONDITIONS.items():
-        if key == "kl" and not algorithm.kl_coef:
-            continue
         name = algorithm.kl_estimator if key == "kl" else getattr(algorithm, key)
         for rule in table.get(name, ()):
             value = getattr(algorithm, rule.key)
+            if rule.key == "kl_in" and not algorithm.kl_coef:
+                continue
             if is_import_path(value):  # the user's own rows declare what they need
                 continue
             if value not in rule.values and rule.refused == refused:

@@ -137,6 +137,8 @@ def token_loss_sums(
         if algo.removes_rejected:
             batch, measured = without_rejected(batch, accepted), measured * accepted
             inputs["mask"] = batch.mask
+    if algo.top_entropy < 1.0:
+        weights = weights * batch.selected
     policy = policy_loss(inputs, algo) * weights
     loss = policy
     if kl_in_loss(algo):
@@ -185,6 +187,7 @@ def policy_loss_inputs(
     return {
         "logp": logp,
         "old_logp": old_logp,
+        "behavior_logp": behavior_logp,
         "mismatch": (current if source == "rollout" else old_logp) - behavior_logp,
         "drift": current - behavior_logp,
         "advantages": apply_mask(batch.advantages, batch.mask),

@@ -10,11 +10,13 @@ def ratio_source(cfg: RunConfig) -> str:
 
     "rollout": the engine. "recompute": scored before the first update. "policy": the policy of the
     current update, without gradient, which is the same number if a step makes a single update. The
-    mean of importance weights over a mini-batch needs them before the update.
+    mean of importance weights over a mini-batch and a selection by entropy need a scoring before
+    the update.
     """
     wanted = cfg.algorithm.old_logp
     if wanted == "auto":
         before = cfg.updates_per_step > 1 or cfg.algorithm.correction_normalize
+        before = before or cfg.algorithm.top_entropy < 1.0
         return "recompute" if before else "policy"
     if wanted in ("rollout", "recompute"):
         return wanted
@@ -46,11 +48,13 @@ def kl_in_loss(cfg: AlgorithmConfig) -> bool:
 def needs_every_response(cfg: RunConfig) -> bool:
     """Whether an update needs responses with advantages of 0.
 
-    KL, entropy, load-balancing and value terms give them a gradient. If rejected tokens leave the
-    denominator, only the update knows which do.
+    KL, entropy, load-balancing and value terms and the squared log ratio give them a gradient. If
+    rejected tokens leave the denominator, only the update knows which do. The quantile of a
+    selection by entropy is over the tokens of all.
     """
     algo = cfg.algorithm
     in_loss = algo.has_entropy or kl_in_loss(algo) or cfg.critic.shared
+    in_loss = in_loss or algo.log_ratio_penalty != 0.0 or algo.top_entropy < 1.0
     return in_loss or algo.removes_rejected or cfg.learner.router_aux_coef != 0.0
 
 

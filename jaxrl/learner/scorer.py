@@ -44,6 +44,7 @@ class Scorer:
         self.layout, self.restricted, self.of_training = layout, restricted, of_training
         self.encoder = encoder
         self.records, self.replays = replay == "R2", replay == "R3"
+        self.keeps_entropy = cfg.algorithm.top_entropy < 1.0
         self.score = make_score(cfg, layout.rules, records=self.records)
         self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
         self.n_least = micro_batches_per_call(cfg, layout)
@@ -69,14 +70,19 @@ class Scorer:
         batches: Sequence[Batch],
         on_batch: Callable[[], None] = lambda: None,
     ) -> list[Batch]:
-        """The batches with `logps` as old_logp and, if it records them, the experts to replay."""
+        """The batches with `logps` as old_logp and, if it records them, the experts to replay.
+
+        With algorithm.top_entropy, `selected` holds the entropies, by which the trainer selects.
+        """
         filled = []
-        for batch, (logp, *experts) in zip(
+        for batch, (logp, *more) in zip(
             batches, self._scores(params, batches, on_batch), strict=True
         ):
             batch = dataclasses.replace(batch, old_logp=logp)
-            if experts:
-                packed = all_experts(experts[0], batch.segments)
+            if self.keeps_entropy:
+                batch = dataclasses.replace(batch, selected=more.pop(0))
+            if self.records:
+                packed = all_experts(more[0], batch.segments)
                 batch = dataclasses.replace(batch, experts=packed)
             filled.append(batch)
         return filled
@@ -88,7 +94,7 @@ class Scorer:
     def _scores(
         self, params: Tree, batches: Sequence[Batch], on_batch: Callable[[], None]
     ) -> list[tuple[np.ndarray, ...]]:
-        """(logprobs [B, T], experts [B, T, L, k] if it records them) of each micro-batch."""
+        """(logprobs [B, T], entropies [B, T] and experts [B, T, L, k] if kept) of each batch."""
         if not self.of_training:
             return self._score(params, batches, on_batch)
         with self.layout.weights(params) as resharded:
@@ -121,8 +127,9 @@ class Scorer:
                     joined = join_batches([*(batches[i] for i in group), *padding])
                     calls.make_room()
                     on_batch()
-                    logp, _, *experts = self.score(flat, put(joined))
-                    calls.add(functools.partial(read, group, n_joined, [logp, *experts]))
+                    logp, entropy, *experts = self.score(flat, put(joined))
+                    kept = [logp, *([entropy] if self.keeps_entropy else []), *experts]
+                    calls.add(functools.partial(read, group, n_joined, kept))
         return [found[i] for i in range(len(batches))]
 
     def warm_up(self, params: Tree, batch: Batch) -> None:

@@ -105,6 +105,7 @@ REINFORCEMENT = {
     "vllm.enable_sleep": "rollout.release_kv",
     "reward.model_name_or_path": "reward_model.path",
     "reward.normalize_enable": "reward.normalize",
+    "reward.stop_properly_penalty_coef": "reward.truncated_coef",
     "reward.overlong_buffer_len": "reward.overlong_buffer",
     "reward.overlong_penalty_factor": "reward.overlong_penalty",
     "actor.entropy_coef": "algorithm.entropy_coef",
@@ -130,8 +131,6 @@ NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {  # name: value without 
     "actor.optim": ("adam", "DeepSpeed's Muon scales its updates in its own way",
                     ("learner.optimizer",)),
     "data.max_images_per_prompt": (0, "jaxrl trains on text only", ()),
-    "reward.stop_properly_penalty_coef": (None, "a reward function can give it, by `finish` in "
-                                          "extra_info", ()),
     "model.nll_loss_coef": (0, "jaxrl's preference losses have no such term", ()),
     "model.pretrain_mode_enable": (False, "rows of the column `text` are trained on whole", ()),
     "ref.model_name_or_path": (None, "the reference of preference pairs is the initial policy", ()),

@@ -28,6 +28,7 @@ from jaxrl.migrate.trl_names import (
     ONLINE,
     RENAMED,
     SHARED_DEFAULTS,
+    VESPO,
 )
 
 PROGRAMS = {  # command or script, and the module of jaxrl
@@ -272,23 +273,33 @@ def rewards(found: Migration) -> None:
 
 
 def grpo(found: Migration) -> None:
-    scale = str(found.get("scale_rewards")).lower()
-    if scale == "batch":
-        found.refuse("scale_rewards", "jaxrl has group and none", "algorithm.norm_adv_by_std")
-    found.config["algorithm.norm_adv_by_std"] = scale in ("group", "true")
+    grpo_advantage(found)
     kind = str(found.get("loss_type"))
     if kind not in OBJECTIVES:
         found.refuse("loss_type", f"jaxrl has {', '.join(OBJECTIVES)}", "algorithm.policy_loss")
         return
     loss, aggregation = OBJECTIVES[kind]
-    if found.get("importance_sampling_level") == "sequence":
+    whole = found.get("importance_sampling_level") == "sequence"
+    if whole and loss == "ppo_clip":
         loss = "gspo"
+    elif whole and loss in ("cispo", "sapo"):
+        found.refuse(
+            "importance_sampling_level",
+            f"jaxrl's {loss} has the ratio of each token",
+            "algorithm.policy_loss",
+        )
+    elif not whole and kind == "luspo":
+        found.refuse(
+            "loss_type",
+            "LUSPO has one ratio per response; set importance_sampling_level='sequence', as its "
+            "paper",
+            "algorithm.policy_loss",
+        )
     low = found.number("epsilon", 0.2)
     high = found.number("epsilon_high", low)
     if kind == "cispo":
         low, high = 1.0, max(high - 1.0, 0.0)
     found.config |= {
-        "algorithm.advantage": "grpo",
         "algorithm.policy_loss": loss,
         "algorithm.aggregation": aggregation,
         "algorithm.clip_low": low,
@@ -300,6 +311,9 @@ def grpo(found: Migration) -> None:
     if loss == "sapo":
         found.carry("sapo_temperature_pos", "algorithm.sapo_tau_positive")
         found.carry("sapo_temperature_neg", "algorithm.sapo_tau_negative")
+    if loss == "vespo":
+        for theirs, ours in VESPO.items():
+            found.carry(theirs, f"algorithm.{ours}")
     if found.config.get("algorithm.entropy_coef") and aggregation != "token_mean":
         found.note(DIFFERS, "entropy_coef", "a token mean in TRL, aggregated as the loss here")
     beta = found.number("beta", 0.0)
@@ -312,14 +326,39 @@ def grpo(found: Migration) -> None:
         }
     reference(found, beta)
     if found.get("use_vllm", False) and found.get("vllm_importance_sampling_correction", True):
-        found.config["algorithm.correction"] = CORRECTIONS.get(
-            str(found.get("vllm_importance_sampling_mode", "sequence_mask")), "seq_icepop"
+        correction(found)
+
+
+def grpo_advantage(found: Migration) -> None:
+    """The estimator: by what the rewards are divided, and whether before or after their sum."""
+    scale = str(found.get("scale_rewards")).lower()
+    found.config["algorithm.advantage"] = "grpo_batch_std" if scale == "batch" else "grpo"
+    order = found.get("multi_objective_aggregation")
+    if order == "normalize_then_sum":  # scale_rewards has no effect on it
+        found.config["algorithm.advantage"] = "gdpo"
+    elif order != "sum_then_normalize":
+        found.refuse("multi_objective_aggregation", "is not known", "algorithm.advantage")
+    if found.config["algorithm.advantage"] == "grpo":
+        found.config["algorithm.norm_adv_by_std"] = scale in ("group", "true")
+
+
+def correction(found: Migration) -> None:
+    """The weights from vLLM to the trainer; VESPO multiplies them into its ratio."""
+    mode = str(found.get("vllm_importance_sampling_mode", "sequence_mask"))
+    maximum = found.first("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+    least = float(found.number("vllm_importance_sampling_clip_min", 0.0))
+    if found.config["algorithm.policy_loss"] == "vespo":
+        found.config["algorithm.old_logp"] = "rollout"
+        found.note(
+            DIFFERS,
+            "vllm_importance_sampling_mode",
+            "the ratio of vespo starts at the engine, without a bound on that of a token",
         )
-        maximum = found.first("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
-        found.config["algorithm.correction_high"] = float(maximum or 3.0)
-        least = float(found.number("vllm_importance_sampling_clip_min", 0.0))
-        masks = found.config["algorithm.correction"].endswith("icepop")
-        found.config[f"algorithm.correction_{'low' if masks else 'floor'}"] = least
+        return
+    found.config["algorithm.correction"] = CORRECTIONS.get(mode, "seq_icepop")
+    found.config["algorithm.correction_high"] = float(maximum or 3.0)
+    masks = found.config["algorithm.correction"].endswith("icepop")
+    found.config[f"algorithm.correction_{'low' if masks else 'floor'}"] = least
 
 
 def rloo(found: Migration) -> None:
@@ -349,8 +388,7 @@ def rloo(found: Migration) -> None:
 def reference(found: Migration, beta: float) -> None:
     if beta and found.get("sync_ref_model", False):
         found.config["algorithm.ref_refresh_every"] = found.number("ref_model_sync_steps", 512)
-        if found.number("ref_model_mixup_alpha", 0.6) != 1:
-            found.note(DIFFERS, "sync_ref_model", "a refreshed reference is a copy of the policy")
+        found.config["algorithm.ref_refresh_rate"] = found.number("ref_model_mixup_alpha", 0.6)
 
 
 def offline(found: Migration, kind: str) -> None:

@@ -31,6 +31,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "loss_type": "dapo",
         "scale_rewards": "group",
         "importance_sampling_level": "token",
+        "multi_objective_aggregation": "sum_then_normalize",
     },
     "rloo": ONLINE_DEFAULTS | {"num_generations": 2, "beta": 0.05},
     "sft": {"learning_rate": 2e-5, "max_length": 1024},
@@ -86,6 +87,7 @@ ONLINE = {
     "vllm_enable_sleep_mode": "rollout.release_kv",
     "mask_truncated_completions": "algorithm.overlong_filtering",
     "entropy_coef": "algorithm.entropy_coef",
+    "top_entropy_quantile": "algorithm.top_entropy",
     "off_policy_mask_threshold": "algorithm.off_policy_threshold",
 }
 OBJECTIVES = {  # loss_type: policy loss and aggregation
@@ -96,6 +98,13 @@ OBJECTIVES = {  # loss_type: policy loss and aggregation
     "cispo": ("cispo", "token_mean"),
     "sapo": ("sapo", "seq_mean_token_mean"),
     "luspo": ("gspo", "seq_mean_token_sum"),
+    "vespo": ("vespo", "token_mean"),
+}
+VESPO = {
+    "vespo_k_pos": "vespo_k_positive",
+    "vespo_lambda_pos": "vespo_lambda_positive",
+    "vespo_k_neg": "vespo_k_negative",
+    "vespo_lambda_neg": "vespo_lambda_negative",
 }
 CORRECTIONS = {
     "token_truncate": "token_tis",
@@ -107,8 +116,6 @@ CORRECTIONS = {
 NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "repetition_penalty": (1.0, "jaxrl's sampling has no such penalty", ()),
     "generation_kwargs": (None, "jaxrl's sampling has the keys of rollout.sampling", ()),
-    "top_entropy_quantile": (1.0, "jaxrl's loss is over all tokens", ()),
-    "multi_objective_aggregation": ("sum_then_normalize", "jaxrl normalizes the sum", ()),
     "normalize_advantages": (False, "jaxrl's RLOO does not normalize over the batch", ()),
     "label_smoothing_factor": (0.0, "jaxrl's loss has no label smoothing", ()),
     "neftune_noise_alpha": (None, "jaxrl adds no noise to embeddings", ()),

@@ -17,6 +17,7 @@ DEFAULTS: dict[str, Any] = {
     ACTOR + "ppo_max_token_len_per_gpu": 16384,
     ACTOR + "policy_loss.loss_mode": "vanilla",
     ACTOR + "clip_ratio": 0.2,
+    ACTOR + "clip_ratio_c": 3.0,
     ACTOR + "loss_agg_mode": "token-mean",
     ACTOR + "kl_loss_coef": 0.001,
     ACTOR + "kl_loss_type": "low_var_kl",
@@ -83,6 +84,9 @@ LOSS_KEYS = {  # of one policy loss each
         "policy_loss.kl_cov_ratio": "cov_fraction",
         "policy_loss.ppo_kl_coef": "kl_cov_coef",
     },
+    "dppo_tv": {"clip_ratio_c": "ratio_max"},
+    "dppo_kl": {"clip_ratio_c": "ratio_max"},
+    "dro": {"policy_loss.dro_beta": "log_ratio_penalty"},
     "sapo": {
         "tau_pos": "sapo_tau_positive",
         "tau_neg": "sapo_tau_negative",
@@ -114,11 +118,15 @@ ADVANTAGES |= {
     f"reinforce_plus_plus{end}": f"reinforce_plus_plus{end}" for end in ("", "_baseline")
 }
 LOSSES = {"vanilla": "dual_clip", "geo_mean": "gmpo", "gpg": "policy_gradient"}
-LOSSES |= {name: name for name in ("gspo", "sapo", "clip_cov", "kl_cov", "cispo")}
+LOSSES |= {
+    name: name
+    for name in ("gspo", "sapo", "clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl", "dro")
+}
 AGGREGATIONS = {
     name: name.replace("-", "_")
     for name in (
         "token-mean",
+        "token-sum",
         "seq-mean-token-mean",
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",

@@ -25,9 +25,11 @@ NAMES: dict[str, tuple[str, ...]] = {
 # Other keys that a name needs, or the values of its paper.
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("advantage", "distill"): {"algorithm.teacher": "teacher", "algorithm.kl_coef": 1.0},
+    ("advantage", "gdpo"): {"reward.functions": ("math", "format")},
     ("policy_loss", "gspo"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},
     ("policy_loss", "gspo_token"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},
     ("policy_loss", "kl_cov"): {"learner.epochs": 2},
+    ("policy_loss", "dro"): {"algorithm.log_ratio_penalty": 0.05, "learner.epochs": 2},
     ("rejection", "token_k1"): {"algorithm.rejection_low": 0.5, "algorithm.rejection_high": 2.0},
     ("rejection", "seq_sum_k1"): {"algorithm.rejection_low": 0.5, "algorithm.rejection_high": 2.0},
 }
@@ -38,6 +40,8 @@ PRINTED = (
     ("policy_loss", "correction"),
     ("rejection", "policy_loss"),
     ("kl", "kl_in"),
+    ("advantage", "kl_in"),
+    ("advantage", "kl"),
     ("correction", "old_logp"),
 )
 MARKS = {"accepted": "", "warned": "warned", "refused": "refused"}

@@ -49,6 +49,11 @@ def token_mean(loss: Rows, mask: Rows, longest: int) -> float:
     return (loss * mask).sum() / mask.sum()
 
 
+def token_sum(loss: Rows, mask: Rows, longest: int) -> float:
+    """verl's token-sum."""
+    return (loss * mask).sum()
+
+
 def seq_mean_token_mean(loss: Rows, mask: Rows, longest: int) -> float:
     return mean_of_responses(loss, mask).mean()
 
@@ -63,6 +68,7 @@ def seq_mean_token_sum_norm(loss: Rows, mask: Rows, longest: int) -> float:
 
 AGGREGATIONS = {
     "token_mean": token_mean,
+    "token_sum": token_sum,
     "seq_mean_token_mean": seq_mean_token_mean,
     "seq_mean_token_sum": seq_mean_token_sum,
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
@@ -135,6 +141,38 @@ def kl_cov(logp, sg, b, low, high):
     return -_ratio(logp, b) * b.advantages + b.selected * np.abs(logp - b.old_logp)
 
 
+def _trust_region(divergence, logp, sg, b, low, high):
+    """Kept unless the probability has moved too far in the direction of the advantage."""
+    up = (sg > b.old_logp) & (divergence > high)
+    down = (sg < b.old_logp) & (divergence > low)
+    weight = np.minimum(np.exp(sg - b.old_logp), 20.0)
+    return -weight * b.advantages * logp * ~np.where(b.advantages > 0, up, down)
+
+
+def dppo_tv(logp, sg, b, low, high):
+    """verl's dppo_tv, with the paper's large bound of the ratio."""
+    return _trust_region(np.abs(np.exp(sg) - np.exp(b.old_logp)), logp, sg, b, low, high)
+
+
+def dppo_kl(logp, sg, b, low, high):
+    """verl's dppo_kl."""
+    p, q = np.exp(sg), np.exp(b.old_logp)
+    binary = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    return _trust_region(binary, logp, sg, b, low, high)
+
+
+def dro(logp, sg, b, low, high):
+    """verl's and Tinker's dro with beta = 0.3."""
+    return -(logp * b.advantages - 0.15 * (logp - b.old_logp) ** 2)
+
+
+def vespo(logp, sg, b, low, high):
+    """TRL's vespo with its defaults."""
+    log_w = ((sg - b.old_logp) * b.mask).sum(1, keepdims=True)
+    k, decay = np.where(b.advantages >= 0, 2.0, 3.0), np.where(b.advantages >= 0, 3.0, 2.0)
+    return -np.exp(decay + k * log_w - decay * np.exp(log_w)) * b.advantages * logp
+
+
 POLICY_LOSSES = {
     f.__name__: f
     for f in (
@@ -148,6 +186,10 @@ POLICY_LOSSES = {
         sapo,
         clip_cov,
         kl_cov,
+        dppo_tv,
+        dppo_kl,
+        dro,
+        vespo,
     )
 }
 
@@ -241,6 +283,13 @@ def verl_rejection(name, d, mask, lower, upper):
     return kept * np.ones_like(d)
 
 
+def molt_sequence_gate(behavior: Rows, current: Rows, mask: Rows, bound: float) -> Rows:
+    """Molt's is_correction_gating = binary_kl."""
+    q, p = np.exp(behavior), np.exp(current)
+    binary = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    return (mean_of_responses(binary, mask) <= bound) * np.ones_like(mask)
+
+
 def trl_off_policy_mask(sg, b, threshold):
     """off_policy_mask_threshold: DeepSeek-V3.2, eq. 9."""
     distance = mean_of_responses(b.rollout_logp - sg, b.mask)
@@ -286,6 +335,34 @@ def opo(rewards, mask, n, **_):
     r, lengths = _groups(rewards, n), mask.sum(1).reshape(-1, n)
     baseline = (r * lengths).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
     return _spread(r - baseline, mask)
+
+
+def grpo_batch_std(rewards, mask, n, **_):
+    """TRL's scale_rewards = batch."""
+    r = _groups(rewards, n)
+    return _spread((r - r.mean(1, keepdims=True)) / (r.std(ddof=1) + 1e-6), mask)
+
+
+def max_rl(rewards, mask, n, **_):
+    """prime-rl's max_rl."""
+    r = _groups(rewards, n)
+    mean = r.mean(1, keepdims=True)
+    return _spread((r - mean) / np.where(mean > 0, mean, np.inf), mask)
+
+
+def flash_reinforce(rewards, mask, n, **_):
+    """Molt's flash_reinforce."""
+    r = _groups(rewards, n)
+    return _spread(r - r.mean(), mask)
+
+
+def gdpo(rewards, mask, n, *, parts, weights, **_):
+    """TRL's normalize_then_sum."""
+    total = 0.0
+    for part, weight in zip(parts.T, weights, strict=True):
+        r = part.reshape(-1, n)
+        total += weight * (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
+    return _spread((total - total.mean()) / (total.std(ddof=1) + 1e-6), mask)
 
 
 def gpg(rewards, mask, n, **_):
@@ -346,6 +423,10 @@ ADVANTAGES = {
         opo,
         gpg,
         grpo_passk,
+        grpo_batch_std,
+        max_rl,
+        gdpo,
+        flash_reinforce,
         reinforce_plus_plus_baseline,
         remax,
         reinforce_plus_plus,

@@ -7,10 +7,14 @@ from jaxrl.algorithms.advantages import (
     ADVANTAGES,
     distill,
     dr_grpo,
+    flash_reinforce,
     gae,
+    gdpo,
     gpg,
     grpo,
+    grpo_batch_std,
     grpo_passk,
+    max_rl,
     opo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -18,6 +22,8 @@ from jaxrl.algorithms.advantages import (
     rloo,
     whiten,
 )
+
+MISSING = float("nan")
 
 
 def rewards(*rows):
@@ -69,6 +75,54 @@ def test_passk_rewards_only_the_gain_of_the_best_response_over_the_second():
     # mean 1, std = sqrt((1 + 1 + 4 + 0) / 3) = sqrt 2: 2 / sqrt 2
     got = grpo_passk(rewards([0, 0, 3, 1]), eps=0.0)
     np.testing.assert_allclose(got, [[0, 0, 2 / 2**0.5, 0]], rtol=1e-6)
+
+
+def test_the_batch_std_is_that_of_all_rewards_of_the_step():
+    # group means 2 and 2; all rewards 1, 3, 2, 2: mean 2, std = sqrt(2 / 3)
+    got = grpo_batch_std(rewards([1, 3], [2, 2]), eps=0.0)
+    np.testing.assert_allclose(got, [[-(1.5**0.5), 1.5**0.5], [0, 0]], rtol=1e-6)
+
+
+def test_max_rl_divides_by_the_mean_of_the_group():
+    # pass rates 1/4 and 1/2: (1 - 1/4) / (1/4) = 3, -1; (1 - 1/2) / (1/2) = 1, -1
+    got = max_rl(rewards([0, 0, 0, 1], [0, 1, 0, 1], [0, 0, 0, 0]))
+    np.testing.assert_allclose(got, [[-1, -1, -1, 3], [-1, 1, -1, 1], [0, 0, 0, 0]], rtol=1e-6)
+
+
+def test_max_rl_refuses_rewards_below_zero():
+    with pytest.raises(ValueError, match="a reward is -1; give rewards of 0 or more"):
+        max_rl(rewards([-1, 1]))
+
+
+def test_flash_reinforce_compares_with_the_mean_of_the_step():
+    # one sample of each of four prompts: mean 3 / 4
+    np.testing.assert_allclose(
+        flash_reinforce(rewards([1], [0], [2], [0])), [[0.25], [-0.75], [1.25], [-0.75]], rtol=1e-6
+    )
+    got = flash_reinforce(rewards([1, MISSING], [0, 2]))
+    np.testing.assert_allclose(got, [[0, MISSING], [-1, 1]], rtol=1e-6)
+
+
+def test_gdpo_normalizes_each_reward_before_the_sum():
+    # a reward of 0 and 1 and one of 0 and 100, both with std of (x / 2)^.5: +-(1 / 2)^.5 each.
+    # Weights 1 and .5. Group 1: (.7071 * 1.5, -.7071 * 1.5); group 2, opposite: (.7071 * .5, -...)
+    first, second = rewards([1, 0], [1, 0]), rewards([100, 0], [0, 100])
+    got = gdpo(first + second, np.stack([first, second]), np.array([1.0, 0.5]), eps=0.0)
+    # X / .7071 = 1.5, -1.5, .5, -.5: std = sqrt(5 / 3)
+    want = np.array([[1.5, -1.5], [0.5, -0.5]]) / (5 / 3) ** 0.5
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    got = gdpo(first, np.stack([first, second]), np.array([1.0, 0.5]), norm_adv_by_std=False)
+    # centred: .5 and 50, so X = 25.5, -25.5, -24.5, 24.5: std = sqrt((2 * 650.25 + 2 * 600.25) / 3)
+    want = np.array([[25.5, -25.5], [-24.5, 24.5]]) / (2501 / 3) ** 0.5
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_a_reward_that_scores_only_some_responses_compares_these_alone():
+    # the second reward scores two of three: +-1 / 2^.5; the first is equal for all
+    parts = np.stack([rewards([1, 1, 1]), rewards([4, MISSING, 2])])
+    got = gdpo(rewards([5, 1, 3]), parts, np.ones(2), eps=0.0 + 1e-12)
+    # X = .7071, 0, -.7071: std = sqrt(1 / 2)
+    np.testing.assert_allclose(got, [[1, 0, -1]], atol=1e-6)
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_response():
@@ -158,7 +212,17 @@ def test_whitened_tokens_have_mean_zero_and_variance_one():
 
 
 LENGTHS = lens([1, 2, 3, 4], [4, 3, 2, 1])
+
+
+def gdpo_of(r):
+    """`gdpo` of two rewards with different spreads, whose order is that of their sum."""
+    return gdpo(r, np.stack([r, 3 * r]), np.array([1.0, 0.5]))
+
+
 GROUPS = {
+    "grpo_batch_std": grpo_batch_std,
+    "max_rl": max_rl,
+    "gdpo": gdpo_of,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
@@ -183,13 +247,10 @@ def test_equal_rewards_give_no_advantage_even_if_their_mean_is_rounded(name):
     assert not GROUPS[name](np.full((2, 3), 0.1, np.float32)).any()
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "max_rl"])
 def test_groups_are_independent(name):
     both = GROUPS[name](rewards([0, 1, 2, 2], [5, 5, 8, 1]))
     np.testing.assert_array_equal(both[:1], GROUPS[name](rewards([0, 1, 2, 2])))
-
-
-MISSING = float("nan")
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -30,8 +30,8 @@ from jaxrl.learner.policy_objective import (
     reference_kl,
     token_loss_sums,
 )
-from jaxrl.trainer.phases.advantage import add_advantages
-from jaxrl.trainer.phases.mini_batches import MiniBatch, with_mean_weight
+from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
+from jaxrl.trainer.phases.mini_batches import MiniBatch, idle_weight, with_mean_weight
 from jaxrl.types import TrainingSample
 from tests.algorithms import peers
 
@@ -143,6 +143,7 @@ def loss_and_gradient(function, cfg, aggregation="token_mean"):
         assert not np.asarray(grad)[np.asarray(batch.mask) == 0].any()
         sums, weights = sums + float(value), weights + float(weight)
         grads.append(grad)
+    weights += idle_weight([], mode=aggregation)
     return sums / weights, rows_of(grads) / weights
 
 
@@ -168,20 +169,37 @@ def test_the_batch_is_what_it_should_be():
 
 PAPER = dict(gspo="seq_mean_token_mean", gspo_token="seq_mean_token_mean")
 PAPER |= dict(gmpo="seq_mean_token_mean", sapo="seq_mean_token_mean")
+# Bounds that mask some tokens of this batch, and the coefficient of the squared log ratio.
+BOUNDED = dict(
+    dppo_tv=dict(clip_low=0.01, clip_high=0.02),
+    dppo_kl=dict(clip_low=1e-3, clip_high=2e-3),
+    dro=dict(log_ratio_penalty=0.3),
+)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_policy_losses_and_their_gradients(name):
-    cfg, aggregation = config(policy_loss=name), PAPER.get(name, "token_mean")
+    cfg = config(policy_loss=name, **BOUNDED.get(name, {}))
+    bounds, aggregation = cfg.algorithm, PAPER.get(name, "token_mean")
     got = loss_and_gradient(lambda x, batch, a: policy_loss(x, a), cfg, aggregation)
     peer = peers.POLICY_LOSSES[name]
-    assert_same(got, lambda logp, sg: peer(logp, sg, BATCH, 0.2, 0.28), aggregation)
+    low, high = bounds.clip_low, bounds.clip_high
+    assert_same(got, lambda logp, sg: peer(logp, sg, BATCH, low, high), aggregation)
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_aggregations(name):
     got = loss_and_gradient(lambda x, batch, a: policy_loss(x, a), config(), name)
     assert_same(got, lambda logp, sg: peers.ppo_clip(logp, sg, BATCH, 0.2, 0.28), name)
+
+
+def test_luspo_is_gspo_with_the_sum_over_the_tokens_of_a_response():
+    got = loss_and_gradient(
+        lambda x, batch, a: policy_loss(x, a), config(policy_loss="gspo"), "seq_mean_token_sum"
+    )
+    per_response = peers.gspo(BATCH.logp, BATCH.logp, BATCH, 0.2, 0.28)[:, 0]
+    np.testing.assert_allclose(got[0], (MASK.sum(1) * per_response).mean(), rtol=2e-5)
+    assert_same(got, lambda logp, sg: peers.gspo(logp, sg, BATCH, 0.2, 0.28), "seq_mean_token_sum")
 
 
 def test_clamped_log_ratios_are_those_of_verl():
@@ -267,7 +285,14 @@ MAXIMA = dict(token_k2=0.02, token_k3=0.02, seq_sum_k2=0.3, seq_sum_k3=0.3, seq_
 MAXIMA |= dict(seq_mean_k3=0.04, seq_max_k2=0.15, seq_max_k3=0.15)
 
 
-@pytest.mark.parametrize("name", [n for n in REJECTIONS if n != "none"])
+def test_the_sequence_gate_of_molt():
+    cfg = config(rejection="seq_mean_binary_kl", rejection_max=3e-3)
+    want = peers.molt_sequence_gate(BATCH.rollout_logp, BATCH.old_logp, MASK, 3e-3) * MASK
+    np.testing.assert_array_equal(token_values(accepted_tokens, cfg), want)
+    assert 0 < want.sum() < MASK.sum()
+
+
+@pytest.mark.parametrize("name", [n for n in REJECTIONS if n in {*BOUNDS, *MAXIMA}])
 def test_rejections(name):
     if name in BOUNDS:
         low, high = BOUNDS[name]
@@ -309,12 +334,15 @@ def test_the_off_policy_mask_of_trl():
 @pytest.mark.parametrize("kl_in_reward", [False, True])
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "distill"])
 def test_advantages(name, kl_in_reward):
+    if kl_in_reward and name in ("max_rl", "gdpo"):
+        return  # refused
     scores = RNG.integers(0, 3, N).astype(float)
     scores[:SAMPLES] = 1.0  # a group of equal rewards
     kl = 0.1 * (BATCH.rollout_logp - BATCH.ref_logp) * MASK * kl_in_reward
     values = RNG.standard_normal((N, T)).astype(np.float32).astype(float)
     keys = dict(gamma=0.9, lam=0.8) if name in ("gae", "reinforce_plus_plus") else {}
     cfg = AlgorithmConfig(advantage=name, **keys)
+    parts = RewardParts(RNG.standard_normal((N, 2)), np.array([1.0, 0.3]))
     baselines = np.repeat(RNG.random(N // SAMPLES), SAMPLES)
     samples = [
         dataclasses.replace(sample(i), values=values[i, : LENGTHS[i]].astype(np.float32))
@@ -326,12 +354,14 @@ def test_advantages(name, kl_in_reward):
         cfg,
         penalties=[k[:n].astype(np.float32) for k, n in zip(kl, LENGTHS, strict=True)],
         baselines=baselines,
+        parts=parts,
     )
     rewards = -kl
     for i in range(N):
         rewards[i, np.flatnonzero(MASK[i])[-1]] += scores[i]
     port = peers.ADVANTAGES[name]
-    want = port(rewards, MASK, SAMPLES, values=values, baselines=baselines, gamma=0.9, lam=0.8)
+    extra = dict(values=values, baselines=baselines, parts=parts.values, weights=parts.weights)
+    want = port(rewards, MASK, SAMPLES, gamma=0.9, lam=0.8, **extra)
     padded = np.stack([np.pad(s.advantages, (0, T - len(s.tokens))) for s in got])
     np.testing.assert_allclose(padded, want, rtol=1e-4, atol=1e-5)
 
@@ -362,4 +392,4 @@ def test_every_name_has_a_port():
     ours = set(itertools.chain(ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, AGGREGATIONS))
     ports = itertools.chain(peers.ADVANTAGES, peers.POLICY_LOSSES, peers.KLS, peers.AGGREGATIONS)
     assert ours - set(ports) == without
-    assert {"none", *BOUNDS, *MAXIMA} == set(REJECTIONS)
+    assert {"none", "seq_mean_binary_kl", *BOUNDS, *MAXIMA} == set(REJECTIONS)

@@ -360,6 +360,49 @@ WRONG = [
         "clip_cov_low=9.0 is not below",
     ),
     (dict(algorithm__policy_loss="kl_cov"), "one update", "learner.epochs=2"),
+    (dict(algorithm__log_ratio_penalty=0.1), "no effect with algorithm.policy_loss='ppo_clip'"),
+    (dict(algorithm__policy_loss="dro"), "set it above 0, for example 0.05"),
+    (
+        dict(algorithm__policy_loss="dro", algorithm__log_ratio_penalty=0.1),
+        "zero in a step of one update; set algorithm.old_logp='rollout'",
+    ),
+    (
+        dict(algorithm__top_entropy=0.2, algorithm__old_logp="rollout"),
+        "the trainer does not score them; set algorithm.old_logp='recompute'",
+    ),
+    (
+        dict(algorithm__top_entropy=0.2, algorithm__policy_loss="gspo"),
+        "is one term per response; set algorithm.policy_loss='ppo_clip' or 'gspo_token'",
+    ),
+    (
+        dict(algorithm__top_entropy=0.2, algorithm__policy_loss="kl_cov", learner__epochs=2),
+        "selects tokens itself",
+    ),
+    (
+        dict(algorithm__advantage="remax", reward__length_penalty=0.2),
+        "its greedy baseline has no others; set reward.length_penalty=0.0",
+    ),
+    (dict(algorithm__ref_refresh_rate=0.6), "ref_refresh_every=0, which never changes"),
+    (dict(algorithm__advantage="gdpo"), "normalizes several rewards apart, but there is 1"),
+    (
+        dict(
+            algorithm__advantage="gdpo", reward__functions=("math", "format"), reward__clip=(0, 1)
+        ),
+        "reads each apart; set reward.clip=()",
+    ),
+    (
+        dict(algorithm__advantage="max_rl", reward__overlong_buffer=8),
+        "makes rewards negative",
+        "set reward.overlong_buffer=0",
+    ),
+    (
+        dict(algorithm__advantage="max_rl", algorithm__kl_coef=0.1, algorithm__kl_in="reward"),
+        "which a KL makes negative; set algorithm.kl_in='loss'",
+    ),
+    (
+        dict(algorithm__policy_loss="vespo", algorithm__correction="token_tis"),
+        "set algorithm.old_logp='rollout' for the ratio to the engine",
+    ),
     (dict(algorithm__policy_loss="ppoclip"), "did you mean 'ppo_clip'?"),
     (dict(algorithm__clip_low=1.5), "clip_low=1.5", "<= 1"),
     (dict(reward__weights=(1.0, 2.0)), "2 weights for 1 functions"),

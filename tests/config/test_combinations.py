@@ -16,7 +16,8 @@ from scripts.pages.presets import CORRECTION_PRESETS
 from tests.config.runnable import runnable
 
 # Losses of one term per response, which cannot tell the tokens of a response apart.
-RESPONSE_LOSSES = ("gspo", "gmpo")
+RESPONSE_LOSSES = ("gspo", "gmpo", "vespo")
+MEAN_OF_TOKENS = ("gspo", "gmpo")  # the weights of a response's tokens act as their mean
 EACH_SEQUENCE = ("gspo", "gspo_token", "gmpo", "sapo")  # mean over responses in their papers
 EVERY_RESPONSE_ADVANTAGE = (
     "grpo",
@@ -27,6 +28,10 @@ EVERY_RESPONSE_ADVANTAGE = (
     "opo",
     "gpg",
     "grpo_passk",
+    "grpo_batch_std",
+    "max_rl",
+    "gdpo",
+    "flash_reinforce",
 )
 # (key, names, other key, names): every other pair is accepted.
 REFUSED = [
@@ -34,20 +39,26 @@ REFUSED = [
     ("kl", ("k1",), "kl_in", ("loss",)),
     ("kl", ("abs", "k2", "k3", "k3_unbiased", "full"), "kl_in", ("reward",)),
     ("kl", ("abs+", "k2+", "k3+", "full+"), "kl_in", ("reward",)),
+    # one needs rewards of 0 or more, the other reads each reward apart; k1 has no other place
+    ("advantage", ("max_rl", "gdpo"), "kl_in", ("reward",)),
+    ("advantage", ("max_rl", "gdpo"), "kl", ("k1",)),
+    ("policy_loss", ("vespo",), "correction", ("token_tis", "seq_tis", "icepop", "seq_icepop")),
     ("correction", ("token_tis", "seq_tis", "icepop", "seq_icepop"), "old_logp", ("rollout",)),
 ]
 WARNED = [
     # dr_grpo and these losses each want their own aggregation
     ("advantage", ("dr_grpo",), "policy_loss", EACH_SEQUENCE),
-    ("advantage", ("dr_grpo",), "aggregation", AGGREGATIONS[:3]),
+    ("advantage", ("dr_grpo",), "aggregation", AGGREGATIONS[:4]),
     (
         "policy_loss",
         EACH_SEQUENCE,
         "aggregation",
-        ("token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
+        ("token_mean", "token_sum", "seq_mean_token_sum_norm"),
     ),
-    ("policy_loss", RESPONSE_LOSSES, "correction", ("token_tis", "icepop")),
-    ("policy_loss", RESPONSE_LOSSES, "rejection", ("token_k1", "token_k2", "token_k3")),
+    # with gspo it is LUSPO
+    ("policy_loss", ("gmpo", "sapo"), "aggregation", ("seq_mean_token_sum",)),
+    ("policy_loss", MEAN_OF_TOKENS, "correction", ("token_tis", "icepop")),
+    ("policy_loss", MEAN_OF_TOKENS, "rejection", ("token_k1", "token_k2", "token_k3")),
 ]
 
 
@@ -87,7 +98,7 @@ def test_every_pair_of_keys_with_an_exception_is_printed():
 
 def test_losses_without_an_exception_go_with_everything():
     """Three choices at a time: the pairs do not hide a rule between three names."""
-    losses = [loss for loss in POLICY_LOSSES if loss not in EACH_SEQUENCE]
+    losses = [loss for loss in POLICY_LOSSES if loss not in (*EACH_SEQUENCE, "vespo")]
     for loss, advantage, correction in itertools.product(
         losses, ("grpo", "gae", "distill"), CORRECTIONS
     ):

@@ -37,6 +37,8 @@ CORRECTIONS = {
     "icepop": dict(correction="icepop", correction_low=0.8, correction_high=1.25),
     "seq_icepop": dict(correction="seq_icepop", correction_low=0.5, correction_high=2.0),
     "seq_max_k3": dict(rejection="seq_max_k3", rejection_max=0.1),
+    "seq_mean_binary_kl": dict(rejection="seq_mean_binary_kl", rejection_max=0.01),
+    "top entropy": dict(top_entropy=0.3),
     "off-policy sequences": dict(off_policy_threshold=0.05),
     "seq_mean_k1": dict(rejection="seq_mean_k1", rejection_low=0.95, rejection_high=1.1),
     "gspo, token_tis, seq_mean_k1": dict(
@@ -245,6 +247,13 @@ def test_leaving_flat_groups_out_changes_no_metric():
         means.append(loss_and_gradient(cfg, *LAYOUTS["one micro-batch"], samples=samples)[2])
     assert means[0]["loss/entropy"] > 0 and 0 < means[0]["loss/clip_fraction"] < 1
     assert means[0] == pytest.approx(means[1], rel=1e-5)
+
+
+def test_tokens_of_less_entropy_have_no_gradient_and_stay_in_the_denominator():
+    _, grads, _ = numbers("top entropy", "one micro-batch")
+    _, every, _ = numbers("ppo_clip", "one micro-batch")
+    for r, grad, whole in zip(ROLLOUTS, grads, every, strict=True):
+        np.testing.assert_allclose(grad, np.where(r.selected, whole, 0), rtol=1e-5, atol=1e-8)
 
 
 def test_an_importance_weight_has_no_gradient():

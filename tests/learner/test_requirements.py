@@ -24,6 +24,7 @@ def cfg(*, mini_batch_prompts=0, epochs=1, **algorithm):
         (dict(mini_batch_prompts=4), "recompute"),
         (dict(epochs=2), "recompute"),
         (dict(old_logp="recompute"), "recompute"),
+        (dict(top_entropy=0.2), "recompute"),
         (dict(old_logp="rollout", epochs=2), "rollout"),
     ],
 )

@@ -166,7 +166,6 @@ def test_prompts_are_rendered_only_if_openrlhf_renders_them():
     ("program", "arguments"),
     [
         ("train_ppo_ray", "--actor.optim muon"),
-        ("train_ppo_ray", "--reward.stop_properly_penalty_coef 0.5"),
         ("train_ppo_ray", "--algo.advantage.no_std_norm"),
         ("train_dpo", "--model.nll_loss_coef 0.1"),
         ("train_sft", "--model.pretrain_mode_enable"),

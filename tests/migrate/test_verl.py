@@ -307,8 +307,9 @@ def test_keys_without_a_counterpart_are_listed(capsys):
     ("name", "value", "ours"),
     [
         ("algorithm.adv_estimator", "mine", "algorithm.advantage"),
-        (ACTOR + "policy_loss.loss_mode", "dppo_tv", "algorithm.policy_loss"),
-        (ACTOR + "loss_agg_mode", "token-sum", "algorithm.aggregation"),
+        (ACTOR + "policy_loss.loss_mode", "mine", "algorithm.policy_loss"),
+        ("algorithm.adv_estimator", "gdpo", "algorithm.advantage"),
+        (ACTOR + "loss_agg_mode", "mine", "algorithm.aggregation"),
         (ACTOR + "optim.lr_scheduler_type", "wsd", "learner.lr_schedule"),
         (ROLLOUT + "multi_turn.enable", True, "env.name"),
         ("distillation.enabled", True, "algorithm.advantage"),
@@ -334,6 +335,26 @@ def test_sapo_is_a_mean_over_responses_whatever_the_mode_is():
     config = migrate({ACTOR + "policy_loss.loss_mode": "sapo"}).config
     assert config["algorithm.policy_loss"] == "sapo"
     assert config["algorithm.aggregation"] == "seq_mean_token_mean"
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_bounds_its_divergence_and_truncates_its_ratio_as_verl_does(name):
+    config = migrate({ACTOR + "policy_loss.loss_mode": name, ACTOR + "clip_ratio_low": 0.15}).config
+    assert config["algorithm.policy_loss"] == name
+    assert (config["algorithm.clip_low"], config["algorithm.clip_high"]) == (0.15, 0.2)
+    assert config["algorithm.ratio_max"] == 3.0  # verl's default of clip_ratio_c
+    given = {ACTOR + "policy_loss.loss_mode": name, ACTOR + "clip_ratio_c": 20.0}
+    assert migrate(given).config["algorithm.ratio_max"] == 20.0
+
+
+def test_a_sum_over_tokens_keeps_its_name():
+    config = migrate({ACTOR + "loss_agg_mode": "token-sum"}).config
+    assert config["algorithm.aggregation"] == "token_sum"
+
+
+def test_dro_keeps_its_beta():
+    given = {ACTOR + "policy_loss.loss_mode": "dro", ACTOR + "policy_loss.dro_beta": 0.1}
+    assert migrate(given).config["algorithm.log_ratio_penalty"] == 0.1
 
 
 def test_the_translation_and_the_table_agree():

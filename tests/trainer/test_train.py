@@ -337,6 +337,19 @@ def test_remax_trains_with_a_greedy_baseline_and_clip_cov_selects_tokens(tiny_co
 
 
 @pytest.mark.thorough
+def test_two_rewards_apart_train_the_tokens_of_large_entropy_in_a_sum(tiny_config):
+    tiny_config.total_steps = 2
+    tiny_config.rollout.n, tiny_config.data.prompts_per_step = 4, 2
+    tiny_config.reward.functions = (f"{__file__}:often_flat", f"{__file__}:length")
+    tiny_config.algorithm.advantage, tiny_config.algorithm.top_entropy = "gdpo", 0.2
+    tiny_config.algorithm.policy_loss, tiny_config.algorithm.aggregation = "dppo_tv", "token_sum"
+    assert train(resolve(tiny_config))
+    lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
+    assert len(lines) == 2 and all(line["optim/grad_norm"] > 0 for line in lines)
+    assert all(line["reward/length"] < 0 for line in lines)
+
+
+@pytest.mark.thorough
 def test_adaptive_coefficients_dynamic_sampling_and_curriculum_resume_bitwise(
     tiny_config, two_layers, tmp_path
 ):
@@ -378,9 +391,11 @@ def test_adaptive_coefficients_dynamic_sampling_and_curriculum_resume_bitwise(
 
 
 @pytest.mark.thorough
-def test_reference_refresh_and_weight_average_resume_bitwise(tiny_config, tmp_path):
+@pytest.mark.parametrize("rate", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_reference_refresh_and_weight_average_resume_bitwise(tiny_config, tmp_path, rate):
     tiny_config.algorithm.kl_coef = 0.1
     tiny_config.algorithm.ref_refresh_every = 2
+    tiny_config.algorithm.ref_refresh_rate = rate
     tiny_config.learner.ema = 0.5
     assert train(resolve(tiny_config))
     uninterrupted = tiny_config.run_dir
@@ -394,9 +409,9 @@ def test_reference_refresh_and_weight_average_resume_bitwise(tiny_config, tmp_pa
     trained = [line for line in metrics(uninterrupted) if "reward/mean" in line]
     assert trained == [line for line in metrics(tiny_config.run_dir) if "reward/mean" in line]
     # Engine and trainer logprobs agree, so the KL is zero while policy and reference are equal: at
-    # the first step and right after the refresh.
+    # the first step and right after the refresh, if it is a copy.
     kl = [line["loss/kl"] for line in trained]
-    assert abs(kl[0]) < 1e-6 and abs(kl[2]) < 1e-6 and min(kl[1], kl[3]) > 1e-6
+    assert abs(kl[0]) < 1e-6 and (abs(kl[2]) < 1e-6) == (rate == 1) and min(kl[1], kl[3]) > 1e-6
     a, b = weights(uninterrupted), weights(uninterrupted, "hf_ema")
     assert any(not np.array_equal(a[name], b[name]) for name in a)
 
@@ -404,6 +419,11 @@ def test_reference_refresh_and_weight_average_resume_bitwise(tiny_config, tmp_pa
 def often_flat(data_source, solution_str, ground_truth, extra_info=None):
     """A reward of 0 or 1, often equal for the two samples of a prompt."""
     return float(sum(c.isalpha() for c in solution_str) >= 4)
+
+
+def length(data_source, solution_str, ground_truth, extra_info=None):
+    """Minus the number of characters."""
+    return -float(len(solution_str))
 
 
 @pytest.mark.bitwise

@@ -47,6 +47,11 @@ def token_mean(loss, mask, response_len, max_response_len: int) -> SumAndWeight:
     return masked_mean(loss, mask)
 
 
+def token_sum(loss, mask, response_len, max_response_len: int) -> SumAndWeight:
+    """Sum over all tokens of the mini-batch. The weight is 1, which the caller adds once."""
+    return masked_sum(loss, mask), jnp.zeros(())
+
+
 def seq_mean_token_mean(loss, mask, response_len, max_response_len: int) -> SumAndWeight:
     """Mean over sequences of the token mean: GRPO, eq. 3 (https://arxiv.org/abs/2402.03300)."""
     return masked_mean(loss, mask / response_len)
@@ -70,11 +75,12 @@ class Aggregation:
     """One row of `AGGREGATIONS`: the reduction, and what its weight counts."""
 
     function: Callable[..., SumAndWeight]
-    weight: Literal["tokens", "sequences"]
+    weight: Literal["tokens", "sequences", "none"]
 
 
 AGGREGATIONS = {
     "token_mean": Aggregation(token_mean, weight="tokens"),
+    "token_sum": Aggregation(token_sum, weight="none"),
     "seq_mean_token_mean": Aggregation(seq_mean_token_mean, weight="sequences"),
     "seq_mean_token_sum": Aggregation(seq_mean_token_sum, weight="sequences"),
     "seq_mean_token_sum_norm": Aggregation(seq_mean_token_sum_norm, weight="sequences"),

@@ -1,4 +1,6 @@
-"""Tokens whose logprob and advantage covary most: they drive the collapse of the entropy.
+"""Selections of tokens of a mini-batch, before its update: by covariance, or by entropy.
+
+The tokens whose logprob and advantage covary most drive the collapse of the entropy.
 
 Covariance of a token: (logp - mean logp) (A - mean A), https://arxiv.org/abs/2505.22617, section 4.
 The means are over all N response tokens of a mini-batch, on the host and with the logprobs of the
@@ -42,6 +44,16 @@ def select_largest(cov: TokenValues, *, cov_fraction: float) -> Selected:
     """
     chosen = np.argsort(-cov, kind="stable")[: max(int(cov_fraction * len(cov)), 1)]
     return np.isin(np.arange(len(cov)), chosen)
+
+
+def select_top_entropy(entropies: TokenValues, *, top_entropy: float) -> Selected:
+    """Tokens whose entropy is at least the (1 - top_entropy) quantile of all N.
+
+    "Beyond the 80/20 Rule", section 5 (https://arxiv.org/abs/2506.01939): the few tokens at which a
+    response can take another way have the largest entropies, and learn alone.
+    """
+    x = entropies.astype(np.float64)
+    return x >= np.quantile(x, 1.0 - top_entropy)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ responses. What a loss requires of other choices is in jaxrl/config/precondition
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.algorithms.kl import magnitude
+from jaxrl.algorithms.kl import k2, magnitude
 from jaxrl.algorithms.losses.covariance import SELECT_BETWEEN, SELECT_LARGEST, TokenSelection
-from jaxrl.algorithms.segment import segment_mean
+from jaxrl.algorithms.segment import segment_mean, segment_sum
 
 
 def ppo_clip(
@@ -182,6 +183,111 @@ def kl_cov(
     return -jnp.exp(log_ratio) * advantages + penalty
 
 
+def dppo_tv(
+    log_ratio: Float[Array, "B T"],
+    logp: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    ratio_max: float,
+    log_ratio_penalty: float,
+) -> Float[Array, "B T"]:
+    """-sg(min(r, max)) A logp + β/2 (log r)², without A's term where |p - old p| is too large.
+
+    p is the probability of the sampled token, so |p - old p| is the total variation of "this token
+    or another one". A token is masked only if A moves it further away: for A > 0 if p > old p +
+    high, else if p < old p - low. DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), with the
+    truncation of its section 5.4. prime-rl adds the square, which masked tokens keep.
+    """
+    change = jnp.abs(jnp.exp(logp) - jnp.exp(logp - log_ratio))
+    kept = _in_trust_region(change, log_ratio, advantages, clip_low, clip_high)
+    return _truncated(log_ratio, logp, advantages, ratio_max) * kept + _penalty(
+        log_ratio, log_ratio_penalty
+    )
+
+
+def dppo_kl(
+    log_ratio: Float[Array, "B T"],
+    logp: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    ratio_max: float,
+    log_ratio_penalty: float,
+) -> Float[Array, "B T"]:
+    """`dppo_tv` with the KL of "this token or another one" in place of the total variation.
+
+    KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)) with q = old p: DPPO-Binary-KL
+    (https://arxiv.org/abs/2602.04879). Probabilities of the other tokens are at least 1e-8.
+    """
+    old_logp = logp - log_ratio
+    others, old_others = (jnp.maximum(-jnp.expm1(x), 1e-8) for x in (logp, old_logp))
+    divergence = -jnp.exp(old_logp) * log_ratio + old_others * jnp.log(old_others / others)
+    kept = _in_trust_region(divergence, log_ratio, advantages, clip_low, clip_high)
+    return _truncated(log_ratio, logp, advantages, ratio_max) * kept + _penalty(
+        log_ratio, log_ratio_penalty
+    )
+
+
+def dro(
+    log_ratio: Float[Array, "B T"],
+    logp: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    *,
+    log_ratio_penalty: float,
+) -> Float[Array, "B T"]:
+    """-A logp + β/2 (log r)²: no ratio and no clip, but a quadratic pull to the old policy.
+
+    DRO (https://arxiv.org/abs/2405.19107) with A in place of r - V, as in verl and Tinker.
+    """
+    return policy_gradient(logp, advantages) + _penalty(log_ratio, log_ratio_penalty)
+
+
+def vespo(
+    log_ratio: Float[Array, "B T"],
+    logp: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    segments: Int[Array, "B T"],
+    *,
+    vespo_k_positive: float,
+    vespo_lambda_positive: float,
+    vespo_k_negative: float,
+    vespo_lambda_negative: float,
+) -> Float[Array, "B T"]:
+    """-sg(φ(w)) A logp with φ(w) = w^k exp(λ (1 - w)), w the product of r over the response.
+
+    A smooth weight of whole responses, with k and λ by the sign of A: 1 on policy, and it vanishes
+    for large and small w without a clip. VESPO (https://arxiv.org/abs/2602.10693). As in its code,
+    log w is bounded to log(1e-8) and 20.
+    """
+    total = segment_sum(jnp.where(mask > 0, log_ratio, 0.0), segments)
+    log_w = jnp.clip(stop_gradient(total), math.log(1e-8), 20.0)
+    k = jnp.where(advantages < 0, vespo_k_negative, vespo_k_positive)
+    decay = jnp.where(advantages < 0, vespo_lambda_negative, vespo_lambda_positive)
+    weight = jnp.exp(k * log_w + decay * (1.0 - jnp.exp(log_w)))
+    return policy_gradient(logp, weight * advantages)
+
+
+def _in_trust_region(divergence, log_ratio, advantages, low: float, high: float):
+    """1 at tokens that are near the old policy, or that A moves towards it; no gradient."""
+    left = jnp.where(
+        advantages > 0, (log_ratio > 0) & (divergence > high), (log_ratio < 0) & (divergence > low)
+    )
+    return 1.0 - stop_gradient(left.astype(jnp.float32))
+
+
+def _truncated(log_ratio, logp, advantages, ratio_max: float):
+    weight = stop_gradient(jnp.minimum(jnp.exp(log_ratio), ratio_max))
+    return policy_gradient(logp, weight * advantages)
+
+
+def _penalty(log_ratio, coef: float):
+    return coef * k2(log_ratio, jnp.zeros_like(log_ratio)) if coef else 0.0
+
+
 def _clipped(ratio, advantages, clip_low: float, clip_high: float):
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return jnp.maximum(-ratio * advantages, -clipped * advantages)
@@ -202,6 +308,14 @@ RATIO_AND_LOGP = ("log_ratio", "logp", "advantages")
 RESPONSE = ("mask", "segments")
 SELECTED = (*RATIO, "selected")
 CLIP = ("clip_low", "clip_high")
+PENALTY = ("log_ratio_penalty",)
+VESPO = (
+    "vespo_k_positive",
+    "vespo_lambda_positive",
+    "vespo_k_negative",
+    "vespo_lambda_negative",
+)
+TRUST_REGION = (*CLIP, "ratio_max", *PENALTY)
 
 POLICY_LOSSES = {
     "ppo_clip": PolicyLoss(ppo_clip, RATIO, CLIP),
@@ -214,4 +328,8 @@ POLICY_LOSSES = {
     "sapo": PolicyLoss(sapo, RATIO, ("sapo_tau_positive", "sapo_tau_negative")),
     "clip_cov": PolicyLoss(clip_cov, SELECTED, CLIP, selection=SELECT_BETWEEN),
     "kl_cov": PolicyLoss(kl_cov, SELECTED, ("kl_cov_coef",), selection=SELECT_LARGEST),
+    "dppo_tv": PolicyLoss(dppo_tv, RATIO_AND_LOGP, TRUST_REGION),
+    "dppo_kl": PolicyLoss(dppo_kl, RATIO_AND_LOGP, TRUST_REGION),
+    "dro": PolicyLoss(dro, RATIO_AND_LOGP, PENALTY),
+    "vespo": PolicyLoss(vespo, (*RATIO_AND_LOGP, *RESPONSE), VESPO),
 }

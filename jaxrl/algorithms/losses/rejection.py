@@ -111,6 +111,28 @@ def seq_max_k3(
     return _at_most(segment_max(k3(log_ratio), mask, segments), rejection_max)
 
 
+def seq_mean_binary_kl(
+    log_ratio: Values,
+    behavior_logp: Values,
+    mask: Values,
+    segments: Segments,
+    *,
+    rejection_max: float,
+) -> Values:
+    """1 if mean_t KL_t <= max over the response, else 0 at all of its tokens.
+
+    KL_t = q log(q / p) + (1 - q) log((1 - q) / (1 - p)) between "this token or another one" of the
+    engine (q) and the trainer (p), with probabilities in [1e-6, 1 - 1e-6]: the sequence gate of
+    FlashREINFORCE (https://github.com/NVIDIA-NeMo/labs-molt).
+    """
+    q, p = (
+        jnp.clip(jnp.exp(logp), 1e-6, 1.0 - 1e-6)
+        for logp in (behavior_logp, behavior_logp + log_ratio)
+    )
+    divergence = q * jnp.log(q / p) + (1.0 - q) * jnp.log((1.0 - q) / (1.0 - p))
+    return _at_most(segment_mean(divergence, mask, segments), rejection_max)
+
+
 def off_policy_sequences(
     drift: Values,
     advantages: Values,
@@ -168,3 +190,9 @@ REJECTIONS = {
         (seq_max_k3, DIVERGENCE_BOUND),
     )
 }
+REJECTIONS["seq_mean_binary_kl"] = ImportanceWeight(
+    seq_mean_binary_kl,
+    ("log_ratio", "behavior_logp", "mask", "segments"),
+    DIVERGENCE_BOUND,
+    level="response",
+)

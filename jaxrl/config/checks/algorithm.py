@@ -5,8 +5,10 @@ from jaxrl.config.choices import (
     FULL_KLS,
     GROUP_ADVANTAGES,
     MASKING_CORRECTIONS,
+    PENALIZED_LOSSES,
     QUANTIZED_DTYPES,
     RATIO_REJECTIONS,
+    RESPONSE_LOSSES,
 )
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.preconditions import unmet
@@ -20,12 +22,15 @@ def algorithm_errors(run: RunConfig) -> list[str]:
     return [
         *unmet(run.algorithm, refused=True),
         *_advantage_errors(run),
+        *_reward_errors(run),
         *_critic_errors(run),
         *_teacher_errors(run),
         *_dapo_errors(run),
         *_kl_errors(run),
         *_correction_errors(run.algorithm),
         *_token_selection_errors(run),
+        *_log_ratio_errors(run),
+        *_top_entropy_errors(run.algorithm),
         *router_replay_errors(run, run.learner.router_replay),
     ]
 
@@ -128,7 +133,7 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             "'reinforce_plus_plus' or 'remax'"
         )
     kl_per_token = algorithm.kl_in == "reward" and algorithm.kl_coef != 0
-    if name == "remax" and kl_per_token and algorithm.policy_loss in ("gspo", "gmpo"):
+    if name == "remax" and kl_per_token and algorithm.policy_loss in RESPONSE_LOSSES:
         errors.append(
             "algorithm.advantage='remax' with algorithm.kl_in='reward' gives each token its own "
             f"advantage, but algorithm.policy_loss={algorithm.policy_loss!r} has one ratio per "
@@ -147,6 +152,33 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             f"algorithm.lam={algorithm.lam} has no effect with algorithm.advantage={name!r}, which "
             "has no values; set algorithm.lam=1.0, or algorithm.advantage='gae'"
         )
+    return errors
+
+
+def _reward_errors(run: RunConfig) -> list[str]:
+    """Changes of the rewards that an estimator does not see, or that make them negative."""
+    name, reward, errors = run.algorithm.advantage, run.reward, []
+    n_rewards = len(reward.functions) + bool(run.reward_model.path) + bool(reward.overlong_buffer)
+    if name == "gdpo" and n_rewards < 2:
+        errors.append(
+            f"algorithm.advantage='gdpo' normalizes several rewards apart, but there is {n_rewards}"
+            f" with reward.functions={reward.functions}; add a function, or set "
+            "algorithm.advantage='grpo'"
+        )
+    changes = {
+        "gdpo": {"normalize": False, "clip": (), "on_error": "exclude"}
+        | {"length_penalty": 0.0, "truncated_coef": 1.0},
+        "max_rl": {"normalize": False, "overlong_buffer": 0, "length_penalty": 0.0},
+        "remax": {"length_penalty": 0.0},
+    }
+    reasons = {
+        "gdpo": "changes the sum of the rewards, but algorithm.advantage='gdpo' reads each apart",
+        "max_rl": "makes rewards negative, but algorithm.advantage='max_rl' divides by their mean",
+        "remax": "compares the samples of a prompt, but its greedy baseline has no others",
+    }
+    for key, neutral in changes.get(name, {}).items():
+        if (value := getattr(reward, key)) != neutral:
+            errors.append(f"reward.{key}={value!r} {reasons[name]}; set reward.{key}={neutral!r}")
     return errors
 
 
@@ -222,6 +254,12 @@ def _kl_errors(run: RunConfig) -> list[str]:
             "algorithm.kl_coef=0, which loads no reference model; set algorithm.kl_coef above 0, "
             "or algorithm.ref_refresh_every=0"
         )
+    if algorithm.ref_refresh_rate != 1.0 and not algorithm.ref_refresh_every:
+        errors.append(
+            f"algorithm.ref_refresh_rate={algorithm.ref_refresh_rate} has no effect with "
+            "algorithm.ref_refresh_every=0, which never changes the reference; set "
+            "algorithm.ref_refresh_every, or algorithm.ref_refresh_rate=1.0"
+        )
     if algorithm.kl_target and algorithm.kl_coef == 0:
         errors.append(
             f"algorithm.kl_target={algorithm.kl_target} adapts a weight that starts at "
@@ -285,12 +323,62 @@ def _token_selection_errors(run: RunConfig) -> list[str]:
             f"algorithm.clip_cov_low={algorithm.clip_cov_low} is not below algorithm.clip_cov_high="
             f"{algorithm.clip_cov_high}; set for example 1.0 and 5.0"
         )
-    one_update = run.mini_batch_prompts >= run.data.prompts_per_step and run.learner.epochs == 1
-    if algorithm.policy_loss == "kl_cov" and algorithm.old_logp == "auto" and one_update:
+    if algorithm.policy_loss == "kl_cov" and _ratio_is_one(run):
         errors.append(
             "algorithm.policy_loss='kl_cov' penalizes changes since the start of the step, which "
             "are zero in a step of one update; set learner.mini_batch_prompts below "
             "data.prompts_per_step, or learner.epochs=2"
+        )
+    return errors
+
+
+def _ratio_is_one(run: RunConfig) -> bool:
+    """Whether the old policy is always the current one: a step of one update."""
+    one_update = run.mini_batch_prompts >= run.data.prompts_per_step and run.learner.epochs == 1
+    return run.algorithm.old_logp == "auto" and one_update
+
+
+def _log_ratio_errors(run: RunConfig) -> list[str]:
+    """The squared log ratio needs a loss that has it, and a ratio that is not 1."""
+    algorithm = run.algorithm
+    name, beta = algorithm.policy_loss, algorithm.log_ratio_penalty
+    if beta and name not in PENALIZED_LOSSES and not is_import_path(name):
+        return [
+            f"algorithm.log_ratio_penalty={beta} has no effect with algorithm.policy_loss="
+            f"{name!r}; set algorithm.log_ratio_penalty=0.0, or algorithm.policy_loss to one of "
+            f"{', '.join(map(repr, PENALIZED_LOSSES))}"
+        ]
+    if name == "dro" and not beta:
+        return [
+            "algorithm.policy_loss='dro' is bounded by the squared log ratio alone, but "
+            "algorithm.log_ratio_penalty=0.0; set it above 0, for example 0.05"
+        ]
+    if beta and _ratio_is_one(run):
+        return [
+            f"algorithm.log_ratio_penalty={beta} penalizes changes since the old policy, which are "
+            "zero in a step of one update; set algorithm.old_logp='rollout' or 'recompute', or "
+            "learner.epochs=2"
+        ]
+    return []
+
+
+def _top_entropy_errors(algorithm: AlgorithmConfig) -> list[str]:
+    """A selection by entropy needs scored tokens, and a loss of single tokens."""
+    fraction, name, errors = algorithm.top_entropy, algorithm.policy_loss, []
+    if fraction == 1.0:
+        return []
+    if algorithm.old_logp == "rollout":
+        errors.append(
+            f"algorithm.top_entropy={fraction} needs the entropies of the tokens, but with "
+            "algorithm.old_logp='rollout' the trainer does not score them; set "
+            "algorithm.old_logp='recompute', or algorithm.top_entropy=1.0"
+        )
+    if name in ("gspo", "gmpo", "clip_cov", "kl_cov"):
+        why = "selects tokens itself" if name.endswith("cov") else "is one term per response"
+        errors.append(
+            f"algorithm.top_entropy={fraction} selects tokens, but algorithm.policy_loss={name!r} "
+            f"{why}; set algorithm.policy_loss='ppo_clip' or 'gspo_token', or "
+            "algorithm.top_entropy=1.0"
         )
     return errors
 

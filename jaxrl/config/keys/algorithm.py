@@ -21,8 +21,8 @@ class AlgorithmConfig:
     advantage: str = key("grpo", "Advantage estimator", choices=ADVANTAGES, or_path=True)
     norm_adv_by_std: bool = key(
         True,
-        "grpo and grpo_passk: divide by the group's standard deviation (false makes grpo the same "
-        "as dr_grpo)",
+        "grpo, grpo_passk and gdpo: divide by the group's standard deviation (false makes grpo the "
+        "same as dr_grpo)",
     )
     gamma: float = key(
         1.0,
@@ -40,14 +40,16 @@ class AlgorithmConfig:
     clip_low: float = key(
         0.2,
         "The ratio is clipped below 1 - clip_low (gspo: the ratio of the response; gmpo: the log "
-        "ratio below -clip_low)",
+        "ratio below -clip_low; dppo_tv and dppo_kl: bound on the divergence of a token that "
+        "became less likely)",
         ge=0,
         le=1,
     )
     clip_high: float = key(
         0.2,
         "The ratio is clipped above 1 + clip_high (clip-higher: more than clip_low; gmpo: the log "
-        "ratio above clip_high)",
+        "ratio above clip_high; dppo_tv and dppo_kl: bound on the divergence of a token that "
+        "became more likely)",
         ge=0,
     )
     clip_dual: float = key(
@@ -56,6 +58,17 @@ class AlgorithmConfig:
     sapo_tau_positive: float = key(1.0, "sapo: steepness of the gate for positive advantages", gt=0)
     sapo_tau_negative: float = key(
         1.05, "sapo: steepness of the gate for all other advantages", gt=0
+    )
+    vespo_k_positive: float = key(2.0, "vespo: power of w for advantages of 0 or more", ge=0)
+    vespo_lambda_positive: float = key(3.0, "vespo: decay of w for advantages of 0 or more", gt=0)
+    vespo_k_negative: float = key(3.0, "vespo: power of w for negative advantages", ge=0)
+    vespo_lambda_negative: float = key(2.0, "vespo: decay of w for negative advantages", gt=0)
+    top_entropy: float = key(
+        1.0,
+        "Fraction of a mini-batch's response tokens with the largest entropies that have a policy "
+        "loss (80/20 rule: 0.2); 1 = all",
+        gt=0,
+        le=1,
     )
     cov_fraction: float = key(
         0.0002,
@@ -67,6 +80,12 @@ class AlgorithmConfig:
     clip_cov_high: float = key(5.0, "clip_cov: maximum covariance of a selected token")
     kl_cov_coef: float = key(
         1.0, "kl_cov: weight of |logp - old_logp| at the selected tokens", ge=0
+    )
+    ratio_max: float = key(20.0, "dppo_tv and dppo_kl: maximum weight of a token", gt=0)
+    log_ratio_penalty: float = key(
+        0.0,
+        "dro, dppo_tv and dppo_kl: beta of the term beta / 2 (logp - old_logp)^2 of every token",
+        ge=0,
     )
     log_ratio_clamp: float = key(
         20.0,
@@ -119,6 +138,13 @@ class AlgorithmConfig:
         0,
         "Steps after which the reference model is replaced by the current policy; 0 = never",
         ge=0,
+    )
+    ref_refresh_rate: float = key(
+        1.0,
+        "ref_refresh_every: share of the policy in the new reference, which keeps the rest of its "
+        "weights (TR-DPO's soft update); 1 = a copy of the policy",
+        gt=0,
+        le=1,
     )
     entropy_coef: float = key(
         0.0, "Weight of the entropy bonus (initial weight with entropy_target)", ge=0
@@ -186,7 +212,7 @@ class AlgorithmConfig:
         "auto",
         "Logprobs in the denominator of the ratio: rollout = from the engine, recompute = scored "
         "by the trainer; auto = recompute only if a step has more than one update, or with "
-        "correction_normalize",
+        "correction_normalize or top_entropy",
         choices=OLD_LOGPS,
     )
     keep_sampling_mask: bool = key(

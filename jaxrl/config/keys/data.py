@@ -183,6 +183,19 @@ class RewardConfig:
         "Reward subtracted from a response of data.max_response_len tokens, with overlong_buffer",
         ge=0,
     )
+    length_penalty: float = key(
+        0.0,
+        "Reward subtracted from the longest response of a prompt that is always solved; in "
+        "proportion to the length, relative to the longest of the prompt, and to its mean reward; "
+        "0 = off",
+        ge=0,
+    )
+    truncated_coef: float = key(
+        1.0,
+        "Stop-properly penalty: factor of the reward of a response that is truncated at "
+        "data.max_response_len, from 0 to 1; below 0 it replaces the reward; 1 = off",
+        le=1,
+    )
     on_error: str = key(
         "exclude",
         "Training on a response whose reward function or environment failed: exclude = it leaves "

@@ -19,6 +19,7 @@ def add_advantages(
     *,
     penalties: Sequence[np.ndarray] | None = None,
     baselines: np.ndarray | None = None,
+    parts: "RewardParts | None" = None,
 ) -> list[TrainingSample]:
     """Fills `advantages`; with a critic, also `returns`.
 
@@ -31,13 +32,14 @@ def add_advantages(
       penalties: KL penalty per response token (kl_in = "reward"). Response-level estimators
         subtract its sum from the reward of the response; token-level ones subtract it per token.
       baselines: float [len(samples)], reward of the greedy response to the prompt (ReMax).
+      parts: the rewards that `rewards` is the weighted sum of (GDPO).
 
     Tokens outside the loss mask get advantage 0. The estimators see the remaining tokens as if
     they were contiguous.
     """
     row = lookup(ADVANTAGES, cfg.advantage, "algorithm.advantage")
     places = places_in_groups(samples)
-    inputs = EstimatorInputs(samples, rewards, places, penalties, baselines)
+    inputs = EstimatorInputs(samples, rewards, places, penalties, baselines, parts)
     result = apply(row, {name: getattr(inputs, name) for name in row.inputs}, cfg)
 
     def fields(result: np.ndarray) -> list[np.ndarray]:
@@ -66,6 +68,14 @@ def places_in_groups(samples: Sequence[TrainingSample]) -> tuple[np.ndarray, np.
 
 
 @dataclasses.dataclass(frozen=True)
+class RewardParts:
+    """K rewards of each sample and their weights in the sum."""
+
+    values: np.ndarray  # float64 [N, K]; NaN where a function gave no score
+    weights: np.ndarray  # float64 [K]
+
+
+@dataclasses.dataclass(frozen=True)
 class EstimatorInputs:
     """The inputs that a row of `ADVANTAGES` can name, computed when they are read.
 
@@ -77,6 +87,7 @@ class EstimatorInputs:
     places: tuple[np.ndarray, np.ndarray]  # of the samples in [P, n]
     penalties: Sequence[np.ndarray] | None  # KL penalties of each sample's tokens
     greedy_rewards: np.ndarray | None  # [N]
+    parts: RewardParts | None
 
     @property
     def rewards(self) -> np.ndarray:
@@ -87,6 +98,21 @@ class EstimatorInputs:
             sums = np.array([float(p.sum()) for p in self._masked(self.penalties)])
             result = (result - self._of_episodes(sums)).astype(np.float32)
         return result
+
+    @property
+    def reward_parts(self) -> np.ndarray:
+        """[K, P, n]: the rewards apart; NaN where one is missing."""
+        assert self.parts is not None
+        result = np.full((len(self.parts.weights), *self._sizes), np.nan)
+        for of_part, values in zip(result, self.parts.values.T, strict=True):
+            of_part[self.places] = values
+        return result
+
+    @property
+    def reward_weights(self) -> np.ndarray:
+        """[K]: their weights in the sum."""
+        assert self.parts is not None
+        return self.parts.weights
 
     @property
     def lengths(self) -> np.ndarray:

@@ -23,6 +23,7 @@ from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
     reward_metrics,
+    reward_parts,
     scale_metrics,
     scaled_rewards,
     turn_rewards,
@@ -84,6 +85,7 @@ def make_experience(
             n_ranks=core.learner.n_ranks,
             kl_reference=reference_score(core, kl_in="reward"),
             baselines=baselines,
+            parts=reward_parts(rollouts, n_samples, cfg),
             kl_coef=core.coefs.kl,
             seed=core.sampling_seed(validation=False),
         )

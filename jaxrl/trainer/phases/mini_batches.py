@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl.algorithms.kl import KL_ESTIMATORS
 from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, SumAndWeight, apply_mask
-from jaxrl.algorithms.losses.covariance import covariances
+from jaxrl.algorithms.losses.covariance import covariances, select_top_entropy
 from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.table import apply, lookup
@@ -26,7 +26,7 @@ from jaxrl.data.packing import (
     shared_fraction,
 )
 from jaxrl.learner.requirements import needs_every_response
-from jaxrl.trainer.phases.advantage import add_advantages
+from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
 from jaxrl.types import Batch, Rollout, TrainingSample
 
 Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
@@ -88,6 +88,7 @@ def make_mini_batches(
     n_ranks: int,
     kl_reference: Score | None = None,
     baselines: np.ndarray | None = None,
+    parts: RewardParts | None = None,
     kl_coef: float | None = None,
     seed: int = 0,
 ) -> tuple[list[MiniBatch], dict[str, float]]:
@@ -97,7 +98,7 @@ def make_mini_batches(
       samples: at least one, by group; with a critic, they have `values`.
       rewards: float64 [len(samples)], after scaling.
       kl_reference: the reference's logprobs, for the KL in the reward; None without it.
-      baselines: see `add_advantages`.
+      baselines, parts: see `add_advantages`.
       kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
       seed: seed of the random token selection of clip_cov.
 
@@ -113,7 +114,7 @@ def make_mini_batches(
         coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
         penalties = [coef * k for k in kl]
     samples = add_advantages(
-        samples, rewards, cfg.algorithm, penalties=penalties, baselines=baselines
+        samples, rewards, cfg.algorithm, penalties=penalties, baselines=baselines, parts=parts
     )
     if cfg.has_critic:
         metrics |= value_metrics(samples)
@@ -257,9 +258,11 @@ def idle_weight(
     """Weight of sequences that a batch leaves out because they have no gradient.
 
     They still count in the denominator: with their `shares` of an episode, one each by default, or
-    with their tokens if the weight counts tokens.
+    with their tokens if the weight counts tokens. A sum over tokens is divided by 1.
     """
     row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
+    if row.weight == "none":
+        return 1.0
     n_sequences = len(response_lens) if shares is None else sum(shares)
     return float(sum(response_lens) if row.weight == "tokens" else n_sequences)
 
@@ -289,9 +292,30 @@ def with_scores(
         return dataclasses.replace(mini, packed=packed)
 
     mini_batches = [filled(mini) for mini in mini_batches]
+    if cfg.top_entropy < 1.0:
+        mini_batches = [with_top_entropy(mini, cfg) for mini in mini_batches]
     if cfg.correction_normalize:
         return [with_mean_weight(mini, cfg) for mini in mini_batches]
     return mini_batches
+
+
+def with_top_entropy(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:
+    """Replaces the entropies in `selected` by 1 at the tokens with the largest ones, else 0.
+
+    The quantile is over the loss tokens of all micro-batches, so that the update does not depend on
+    the packing.
+    """
+    masks = [packed.batch.mask > 0 for packed in mini.packed]
+    entropies = [p.batch.selected[mask] for p, mask in zip(mini.packed, masks, strict=True)]
+    chosen = select_top_entropy(np.concatenate(entropies), top_entropy=cfg.top_entropy)
+    packed, parts = [], np.split(chosen, np.cumsum([len(x) for x in entropies])[:-1])
+    for one, mask, part in zip(mini.packed, masks, parts, strict=True):
+        selected = np.zeros(mask.shape, np.float32)
+        selected[mask] = part
+        packed.append(
+            dataclasses.replace(one, batch=dataclasses.replace(one.batch, selected=selected))
+        )
+    return dataclasses.replace(mini, packed=packed)
 
 
 def with_mean_weight(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:

@@ -12,10 +12,13 @@ import rich
 from rich.text import Text
 
 from jaxrl.algorithms.advantages import ADVANTAGES
-from jaxrl.algorithms.reward_shaping import soft_overlong
+from jaxrl.algorithms.reward_shaping import length_penalty, soft_overlong, stop_properly
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
+from jaxrl.learner.reward_model import PART
+from jaxrl.rewards.functions import metric_names
 from jaxrl.tracking.samples import printable
+from jaxrl.trainer.phases.advantage import RewardParts
 from jaxrl.types import Reward, Rollout, ScoredRollout
 from sharding import hosts
 
@@ -76,24 +79,70 @@ def solved_prompts(groups: Sequence[Group], pass_rate: float) -> list[int]:
     ]
 
 
-def add_overlong_penalty(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> list[ScoredRollout]:
-    """Adds reward.overlong_penalty times the soft overlong punishment (DAPO) to the rewards."""
-    if not cfg.reward.overlong_buffer:
-        return list(rollouts)
-    penalties = cfg.reward.overlong_penalty * soft_overlong(
-        np.array([len(r.rollout.tokens) for r in rollouts], np.int64),
-        max_len=cfg.data.max_response_len,
-        buffer_len=cfg.reward.overlong_buffer,
-    )
+def add_length_penalties(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> list[ScoredRollout]:
+    """The samples of one prompt with the configured penalties of length, in turn.
+
+    They are reward.length_penalty times the pass rate and the relative length,
+    reward.overlong_penalty times the soft overlong punishment (DAPO), and the change by
+    reward.truncated_coef. The first compares the valid samples alone, and leaves others as they
+    are.
+    """
+    if cfg.reward.length_penalty and (valid := valid_samples(rollouts, cfg.reward)):
+        penalties = length_penalty(
+            np.array([r.reward.value for r in valid], np.float64),
+            np.array([r.rollout.n_loss_tokens for r in valid], np.int64),
+            weight=cfg.reward.length_penalty,
+        )
+        changed = _with_penalties(valid, penalties, "length")
+        places = {id(old): new for old, new in zip(valid, changed, strict=True)}
+        rollouts = [places.get(id(r), r) for r in rollouts]
+    if cfg.reward.overlong_buffer:
+        penalties = cfg.reward.overlong_penalty * soft_overlong(
+            np.array([len(r.rollout.tokens) for r in rollouts], np.int64),
+            max_len=cfg.data.max_response_len,
+            buffer_len=cfg.reward.overlong_buffer,
+        )
+        rollouts = _with_penalties(rollouts, penalties, "overlong")
+    if cfg.reward.truncated_coef != 1.0:
+        rewards = np.array([r.reward.value for r in rollouts], np.float64)
+        truncated = np.array([r.rollout.finish == "length" for r in rollouts], bool)
+        changed = stop_properly(rewards, truncated, coef=cfg.reward.truncated_coef)
+        rollouts = _with_penalties(rollouts, changed - rewards, "truncated")
+    return list(rollouts)
+
+
+def _with_penalties(
+    rollouts: Sequence[ScoredRollout], penalties: np.ndarray, part: str
+) -> list[ScoredRollout]:
+    """The rollouts with the penalties (0 or below) added to their rewards, as this part of them."""
 
     def penalized(reward: Reward, penalty: float) -> Reward:
-        parts = reward.parts | {"overlong": penalty}
+        parts = reward.parts | {part: penalty}
         return dataclasses.replace(reward, value=reward.value + penalty, parts=parts)
 
     return [
         dataclasses.replace(r, reward=penalized(r.reward, p))
         for r, p in zip(rollouts, penalties.tolist(), strict=True)
     ]
+
+
+def reward_parts(
+    rollouts: Sequence[ScoredRollout], n_samples: Sequence[int], cfg: RunConfig
+) -> RewardParts:
+    """The rewards whose weighted sum is that of each rollout, for its `n_samples` samples.
+
+    They are those of the functions, of the reward model and of the overlong penalty.
+    """
+    functions = metric_names(cfg.reward.functions)
+    weights = dict(zip(functions, cfg.reward.weights or (1.0,) * len(functions), strict=True))
+    if cfg.reward_model.path:
+        weights[PART] = cfg.reward_model.weight
+    if cfg.reward.overlong_buffer:
+        weights["overlong"] = cfg.reward.overlong_penalty
+    values = [[r.reward.parts.get(name, math.nan) for name in weights] for r in rollouts]
+    return RewardParts(
+        np.repeat(np.array(values), n_samples, axis=0), np.array([*weights.values()])
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.rewards import (
     Group,
-    add_overlong_penalty,
+    add_length_penalties,
     sample_records,
     solved_prompts,
     split_flat,
@@ -48,7 +48,7 @@ class Collected:
     ) -> None:
         """Adds one batch of rollouts and its valid groups.
 
-        Dynamic sampling ignores the overlong penalty, and replaces groups with too few samples.
+        Dynamic sampling ignores the length penalties, and replaces groups with too few samples.
         """
         algo = self.cfg.algorithm
         kept, dropped = groups, []
@@ -57,7 +57,8 @@ class Collected:
         self.kept += kept
         self.dropped += dropped
         self.n_failed += sum(not group for group in groups)
-        self.sampled += add_overlong_penalty(sampled, self.cfg)
+        for group in split_groups(sampled, self.cfg.rollout.n):
+            self.sampled += add_length_penalties(group, self.cfg)
         self.engine_metrics.append(engine_metrics)
 
     @property
@@ -85,7 +86,7 @@ class Collected:
     def chosen(self) -> list[Group]:
         """The groups to train on. If too few groups are kept, dropped groups fill the step."""
         groups = [*self.kept, *self.dropped][: self.cfg.data.prompts_per_step]
-        return [add_overlong_penalty(group, self.cfg) for group in groups]
+        return [add_length_penalties(group, self.cfg) for group in groups]
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the batches and data/solved: sums of times and counts, maxima, or means."""
@@ -146,7 +147,7 @@ def chosen_groups(run: Run, collected: Collected) -> tuple[list[Group], np.ndarr
     if failed := [r for r in scored if r.error]:
         run.core.logger.samples(step, sample_records(failed, kind="greedy"))
     run.reward_errors.check(scored, f"greedy baseline of step {step}")
-    rewarded = iter(add_overlong_penalty(scored, cfg))
+    rewarded = iter(add_length_penalties(scored, cfg))
     valid = [valid_samples([next(rewarded)] if group else [], cfg.reward) for group in groups]
     groups = [group if one else [] for group, one in zip(groups, valid, strict=True)]
     collected.n_failed += len(prompts) - len(list(filter(None, groups)))

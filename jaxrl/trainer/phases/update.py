@@ -2,9 +2,12 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.data.packing import Packed, pack_samples
@@ -13,6 +16,7 @@ from jaxrl.learner.policy_objective import START_METRICS
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.mini_batches import MiniBatch, idle_weight
+from jaxrl.types import Tree
 from sharding import hosts, to_device, to_host
 
 CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"}
@@ -77,6 +81,7 @@ def update_critic(
             critic.state, one = critic.update.update(
                 critic.state,
                 [micro.batch for micro in packed],
+                extra_weight=idle_weight([], mode=cfg.algorithm.aggregation),
                 on_micro_batch=lambda i: bar.advance(1),
             )
             one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}
@@ -88,10 +93,28 @@ def update_critic(
 
 
 def refresh_reference(core: Core) -> None:
-    """Replaces the reference model by the current policy."""
+    """Replaces the reference model by the current policy, or moves it towards the policy."""
+    layout, rate = core.learner.ref_scorer.layout, core.cfg.algorithm.ref_refresh_rate
     with core.clock.timed("ref"):
-        ref = core.learner.ref_scorer.layout.copy(core.state.params)
+        ref = layout.copy(core.state.params)
+        if rate < 1.0:
+            with layout.on_mesh():
+                ref = moved(to_device(core.ref_params), ref, rate=rate)
         core.reference = to_host(ref) if "reference" in core.cfg.learner.offload else ref
+
+
+@functools.partial(jax.jit, static_argnames="rate", donate_argnums=1)
+def moved(reference: Tree, policy: Tree, *, rate: float) -> Tree:
+    """rate policy + (1 - rate) reference, in float32: TR-DPO's soft update.
+
+    https://arxiv.org/abs/2404.09656
+    """
+
+    def mix(old: jax.Array, new: jax.Array) -> jax.Array:
+        mixed = rate * new.astype(jnp.float32) + (1.0 - rate) * old.astype(jnp.float32)
+        return mixed.astype(old.dtype)
+
+    return jax.tree.map(mix, reference, policy)
 
 
 def with_first_mismatch(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:

@@ -11,6 +11,7 @@ from jaxrl.trainer.phases.mini_batches import idle_weight
 # Sequence a: 1 response token, loss 6. Sequence b: 3 response tokens, losses 1, 2, 3.
 WANT = {
     "token_mean": (12.0, 4.0),  # 6 + 1 + 2 + 3 over 4 tokens
+    "token_sum": (12.0, 0.0),  # divided by 1
     "seq_mean_token_mean": (8.0, 2.0),  # 6/1 + 6/3 over 2 sequences
     "seq_mean_token_sum": (12.0, 2.0),
     "seq_mean_token_sum_norm": (1.2, 2.0),  # 12 / 10 over 2 sequences
@@ -66,6 +67,9 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_idle_sequences_have_the_weight_that_they_would_have_in_a_batch(mode):
+    if mode == "token_sum":  # the divisor of the mini-batch, whatever it has
+        assert idle_weight([1, 3], mode=mode) == idle_weight([], mode=mode) == 1
+        return
     assert idle_weight([1, 3], mode=mode) == WANT[mode][1]
     # two samples of one episode share its weight
     assert idle_weight([1, 3], [0.25, 0.75], mode=mode) == (4 if mode == "token_mean" else 1)

@@ -2,7 +2,12 @@
 
 import numpy as np
 
-from jaxrl.algorithms.losses.covariance import covariances, select_between, select_largest
+from jaxrl.algorithms.losses.covariance import (
+    covariances,
+    select_between,
+    select_largest,
+    select_top_entropy,
+)
 
 LOGP = np.array([-1.0, -3.0, -2.0, -2.0], np.float32)
 ADVANTAGES = np.array([2.0, -2.0, 1.0, -1.0], np.float32)
@@ -35,3 +40,10 @@ def test_nothing_is_selected_if_no_covariance_is_within_the_bounds():
     rng = np.random.default_rng(0)
     keys = dict(cov_fraction=1.0, clip_cov_low=1.0, clip_cov_high=5.0)
     assert not select_between(cov, rng, **keys).any()
+
+
+def test_the_top_entropy_tokens_are_those_from_the_quantile_on():
+    # sorted 0, 1, 2, 3, 4: the quantile .6 is at 2.4, between 2 and 3
+    got = select_top_entropy(np.array([3.0, 0.0, 4.0, 1.0, 2.0]), top_entropy=0.4)
+    np.testing.assert_array_equal(got, [True, False, True, False, False])
+    assert select_top_entropy(np.zeros(3), top_entropy=0.1).all()  # equal entropies

@@ -9,6 +9,9 @@ from jaxrl.algorithms.losses.policy_loss import (
     POLICY_LOSSES,
     cispo,
     clip_cov,
+    dppo_kl,
+    dppo_tv,
+    dro,
     dual_clip,
     gmpo,
     gspo,
@@ -17,6 +20,7 @@ from jaxrl.algorithms.losses.policy_loss import (
     policy_gradient,
     ppo_clip,
     sapo,
+    vespo,
 )
 from jaxrl.algorithms.table import apply
 from jaxrl.config.keys import AlgorithmConfig
@@ -168,7 +172,84 @@ def test_kl_cov_penalizes_the_selected_tokens():
     np.testing.assert_allclose(slope(loss), [[-2, -3, 3 + 4, -1, 1]], rtol=1e-6)
 
 
-CFG = AlgorithmConfig(clip_low=0.2, clip_high=0.2, sapo_tau_negative=2.0)
+# The probability of a token becomes .5, from .2, .9, .2, .9 and .45; log r = log(p / old p)
+NOW = jnp.log(row(0.5, 0.5, 0.5, 0.5, 0.5))
+BEFORE = jnp.log(row(0.2, 0.9, 0.2, 0.9, 0.45))
+SIGNS = row(2.0, 2.0, -2.0, -2.0, 2.0)
+
+
+def trust_region(loss, low, high, ratio_max=20.0, penalty=0.0):
+    bounds = dict(clip_low=low, clip_high=high, ratio_max=ratio_max, log_ratio_penalty=penalty)
+    return lambda logp: loss(logp - BEFORE, logp, SIGNS, **bounds)
+
+
+def test_dppo_tv_masks_tokens_that_moved_far_in_the_direction_of_their_advantage():
+    # changes .3, -.4, .3, -.4, .05 with bounds -.35 and .25: A > 0 masks +.3, A < 0 masks -.4;
+    # the others have -r A with r = 2.5, .5556, 2.5, .5556, 1.1111
+    grad = slope(trust_region(dppo_tv, 0.35, 0.25), NOW)
+    np.testing.assert_allclose(grad, [[0, -2 / 1.8, 5, 0, -2 / 0.9]], rtol=1e-5)
+    # wider bounds mask nothing, and the weight is at most 2
+    grad = slope(trust_region(dppo_tv, 0.45, 0.35, ratio_max=2.0), NOW)
+    np.testing.assert_allclose(grad, [[-4, -2 / 1.8, 4, 2 / 1.8, -2 / 0.9]], rtol=1e-5)
+    value = trust_region(dppo_tv, 0.45, 0.35)(NOW)
+    np.testing.assert_allclose(value[0, 0], -2.5 * 2 * np.log(0.5), rtol=1e-5)
+
+
+def test_dppo_kl_masks_by_the_kl_between_this_token_and_any_other():
+    # q log(q / p) + (1 - q) log((1 - q) / (1 - p)), for q = .2: .2 log .4 + .8 log 1.6 = .1927,
+    # for q = .9: .9 log 1.8 + .1 log .2 = .3681, for q = .45: .0050
+    grad = slope(trust_region(dppo_kl, 0.36, 0.19), NOW)
+    np.testing.assert_allclose(grad, [[0, -2 / 1.8, 5, 0, -2 / 0.9]], rtol=1e-5)
+    grad = slope(trust_region(dppo_kl, 0.37, 0.20), NOW)
+    np.testing.assert_allclose(grad, [[-5, -2 / 1.8, 5, 2 / 1.8, -2 / 0.9]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [dppo_tv, dppo_kl])
+def test_masked_tokens_of_dppo_keep_the_squared_log_ratio(loss):
+    # beta log r is the slope of beta / 2 (log r)^2: 0.1 log 2.5 at the masked first token
+    grad = slope(trust_region(loss, 0.01, 0.01, penalty=0.1), NOW)
+    np.testing.assert_allclose(grad[0, 0], 0.1 * np.log(2.5), rtol=1e-5)
+    np.testing.assert_allclose(grad[0, 2], 5 + 0.1 * np.log(2.5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [dppo_tv, dppo_kl])
+def test_dppo_is_finite_at_probabilities_of_one_and_zero(loss):
+    logp, old = row(0.0, 0.0, -20.0), row(0.0, -20.0, 0.0)
+
+    def total(logp):
+        bounds = dict(clip_low=0.2, clip_high=0.2, ratio_max=20.0, log_ratio_penalty=0.0)
+        return loss(logp - old, logp, row(2.0, 2.0, -2.0), **bounds)
+
+    assert np.isfinite(total(logp)).all()
+    np.testing.assert_allclose(slope(total, logp), [[-2, 0, 0]], rtol=1e-6)
+
+
+def test_dro_is_the_policy_gradient_with_a_quadratic_penalty():
+    # -A logp + .5 / 2 (log r)^2 with log r = ln 2: 2 + .25 * .480453; slope -2 + .5 ln 2
+    def loss(logp):
+        return dro(logp + 1 + np.log(2.0), logp, row(2.0), log_ratio_penalty=0.5)
+
+    np.testing.assert_allclose(loss(row(-1.0)), [[2 + 0.25 * np.log(2.0) ** 2]], rtol=1e-6)
+    np.testing.assert_allclose(slope(loss, row(-1.0)), [[-2 + 0.5 * np.log(2.0)]], rtol=1e-6)
+
+
+def test_vespo_weighs_whole_responses_by_a_smooth_function_of_their_ratio():
+    keys = dict(vespo_k_positive=2.0, vespo_lambda_positive=3.0)
+    keys |= dict(vespo_k_negative=3.0, vespo_lambda_negative=2.0)
+
+    def loss(logp):  # the logprobs are the log ratios; the old ones are 0
+        return vespo(logp, logp, *RESPONSE, **keys)
+
+    # w = e^.6 = 1.8221, A = 2: w^2 exp(3 (1 - w)) = 3.3201 * .084902 = .28188
+    # w = e^-.5 = .60653, A = -1: w^3 exp(2 (1 - w)) = .22313 * 2.19675 = .49016
+    weights = [0.28188 * 2, 0.28188 * 2, -0.49016]
+    np.testing.assert_allclose(counted(slope(loss, LOG_RATIOS)), -np.array(weights), rtol=1e-4)
+    np.testing.assert_allclose(counted(loss(LOG_RATIOS))[1], -weights[1] * 0.4, rtol=1e-4)
+    far = slope(lambda logp: vespo(logp, logp, *RESPONSE, **keys), 100 * LOG_RATIOS)
+    np.testing.assert_allclose(counted(far), 0, atol=1e-12)
+
+
+CFG = AlgorithmConfig(clip_low=0.2, clip_high=0.2, sapo_tau_negative=2.0, log_ratio_penalty=0.5)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -77,6 +77,9 @@ EXPECTED = {
     "opo": [1, -1, 0, 0],  # equal lengths: the mean is the baseline
     "gpg": [2, -2, 0, 0],  # one group of two differs: times 2
     "grpo_passk": [2**0.5, 0, 0, 0],  # (3 - 1) / sqrt(2)
+    "grpo_batch_std": [1.5**0.5, -(1.5**0.5), 0, 0],  # std of 3, 1, 2, 2: sqrt(2 / 3)
+    "max_rl": [0.5, -0.5, 0, 0],  # (3 - 2) / 2
+    "flash_reinforce": [1, -1, 0, 0],  # the mean of the step is 2
     # whiten 3 x (1, -1, 0, 0): mean 0, variance 6 / 11
     "reinforce_plus_plus_baseline": [(11 / 6) ** 0.5, -((11 / 6) ** 0.5), 0, 0],
     # whiten 3 x (3, 1, 2, 2): the same deviations from the mean 2
@@ -143,7 +146,12 @@ def test_a_group_of_equal_rewards_is_not_trained_on_but_counted():
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "loss"}, {"rejection": "seq_mean_k1"}],
+    [
+        {"entropy_coef": 0.1},
+        {"kl_coef": 0.1, "kl_in": "loss"},
+        {"rejection": "seq_mean_k1"},
+        {"policy_loss": "dro", "log_ratio_penalty": 0.1, "old_logp": "rollout"},
+    ],
 )
 def test_no_sample_is_idle_if_another_term_than_the_advantage_needs_it(algorithm):
     cfg = resolve(config(**algorithm))
@@ -339,6 +347,33 @@ def test_a_response_without_loss_tokens_is_idle_for_every_loss():
     rewards = np.array([1.0, 0.0, 1.0, 0.0])
     active, idle = split_idle(add_advantages(some, rewards, cfg.algorithm), cfg)
     assert not active and len(idle) == 4
+
+
+@pytest.mark.parametrize("token_budget", [64, 256])
+def test_the_largest_entropies_are_those_of_all_micro_batches(token_budget):
+    """Entropies 0, .5, 1, ..., 5.5 of 12 tokens: the upper quarter is 4.5, 5 and 5.5."""
+    c = config(top_entropy=0.25)
+    c.learner.token_budget = token_budget
+    cfg = resolve(c)
+    minis, _ = make_mini_batches(*rewarded([[1, 0], [1, 1]]), cfg, n_ranks=1)
+
+    def score_old(batches):
+        scored, n = [], 0
+        for batch in batches:
+            entropies = np.full(batch.mask.shape, 99.0, np.float32)  # outside of the loss
+            of_batch = int(batch.mask.sum())
+            entropies[batch.mask > 0] = 0.5 * np.arange(n, n + of_batch)
+            scored.append(batch.replace(selected=entropies))
+            n += of_batch
+        assert n == 12  # also the tokens of the group of equal rewards
+        return scored
+
+    [mini] = with_scores(minis, cfg.algorithm, score_old=score_old)
+    assert len(mini.packed) == (4 if token_budget == 64 else 1)
+    chosen = np.concatenate([p.batch.selected[p.batch.mask > 0] for p in mini.packed])
+    # the quantile .75 of 0, ..., 5.5 is 4.125
+    np.testing.assert_array_equal(chosen, [0] * 9 + [1] * 3)
+    assert sum(p.batch.selected.sum() for p in mini.packed) == 3
 
 
 @pytest.mark.parametrize("token_budget", [64, 256])

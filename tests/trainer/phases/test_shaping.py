@@ -10,7 +10,7 @@ from jaxrl.config.resolve import resolve
 from jaxrl.trainer.phases.mini_batches import drop_overlong, make_mini_batches
 from jaxrl.trainer.phases.rewards import (
     RewardScale,
-    add_overlong_penalty,
+    add_length_penalties,
     scale_metrics,
     scaled_rewards,
     solved_prompts,
@@ -119,10 +119,32 @@ def test_the_overlong_penalty_is_subtracted_and_logged():
     c = config()
     c.reward.overlong_buffer, c.reward.overlong_penalty = 8, 0.5
     # max_response_len 32, buffer 8: no penalty up to 24, half of 0.5 at 28, 0.5 at 32
-    got = add_overlong_penalty(rollouts_of_lengths([24, 28, 32]), resolve(c))
+    got = add_length_penalties(rollouts_of_lengths([24, 28, 32]), resolve(c))
     np.testing.assert_allclose([r.reward.value for r in got], [1, 0.75, 0.5])
     assert [r.reward.parts for r in got][1] == {"overlong": -0.25}
-    assert add_overlong_penalty(rollouts_of_lengths([32]), resolve(config()))[0].reward.value == 1
+    assert add_length_penalties(rollouts_of_lengths([32]), resolve(config()))[0].reward.value == 1
+
+
+def test_truncated_responses_lose_a_share_of_what_the_overlong_penalty_left():
+    c = config()
+    c.reward.overlong_buffer, c.reward.truncated_coef = 8, 0.2
+    first, second = rollouts_of_lengths([28, 28])
+    cut = dataclasses.replace(second, rollout=dataclasses.replace(second.rollout, finish="length"))
+    got = add_length_penalties([first, cut], resolve(c))
+    # 1 - 0.5, and 0.2 of it: 0.4 less
+    np.testing.assert_allclose([r.reward.value for r in got], [0.5, 0.1])
+    assert got[1].reward.parts == {"overlong": -0.5, "truncated": pytest.approx(-0.4)}
+
+
+def test_the_length_penalty_compares_the_valid_samples_of_a_prompt():
+    c = config()
+    c.reward.length_penalty = 0.4
+    short, long, failed = rollouts_of_lengths([8, 16, 32])
+    failed = dataclasses.replace(failed, reward=dataclasses.replace(failed.reward, error="hung"))
+    got = add_length_penalties([short, failed, long], resolve(c))
+    # pass rate 1: 0.4 * 8 / 16 and 0.4; the failed one is not compared
+    np.testing.assert_allclose([r.reward.value for r in got], [0.8, 1, 0.6])
+    assert got[0].reward.parts == {"length": pytest.approx(-0.2)} and not got[1].reward.parts
 
 
 def test_overlong_filtering_masks_truncated_responses_but_keeps_them_in_the_baseline():
