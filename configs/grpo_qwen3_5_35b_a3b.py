@@ -13,7 +13,7 @@ is exchanged. The rollout has 16 replicas of 4 devices: two kv heads allow rollo
 rollout.expert=2 divides the experts once more.
 
 Minutes and result: not measured yet. By its plan (docs/plans/grpo_qwen3_5_35b_a3b.v5p-4x4x4.txt) a
-step takes 83 s or more at the chips' peak rates, and 203 s by the compiler's estimate.
+step takes 81 s or more at the chips' peak rates, and 197 s by the compiler's estimate.
 """
 
 from ml_collections import ConfigDict

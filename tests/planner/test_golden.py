@@ -13,7 +13,6 @@ MEMORY_PAGE = ROOT / "docs" / "concepts" / "memory.md"
 NEW = {"kernels", "calibrated_s", "calibrated_step_s", "n_processes"}  # keys that OLD have not
 OLD = {
     "grpo_30b_a3b.v5p-4x4x4",
-    "grpo_qwen3_5_35b_a3b.v5p-4x4x4",
 }
 CPU_MINUTE = [  # of compilation each; the others take minutes
     pytest.param("grpo_7b.h100-1", "jax_cuda13_plugin", marks=pytest.mark.thorough),
@@ -72,7 +71,6 @@ def test_the_plan_of_the_quickstart_matches_the_docs():
                 ("grpo_7b_h100.h100-64", "jax_cuda13_plugin"),
                 ("grpo_qwen3_5_35b_a3b_h100.h100-64", "jax_cuda13_plugin"),
                 ("grpo_qwen3_5_35b_a3b_lora.h100-8", "jax_cuda13_plugin"),
-                ("grpo_qwen3_5_35b_a3b.v5p-4x4x4", "libtpu"),
                 ("grpo_qwen3_5_9b.v5p-4x4x2", "libtpu"),
                 ("grpo_qwen3_5_9b_h100.h100-8", "jax_cuda13_plugin"),
                 ("grpo_qwen3_5_9b_lora.h100-1", "jax_cuda13_plugin"),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from jaxrl.engine.device.decode_loop import (
     DecodeBatch,
@@ -242,10 +242,12 @@ def copy_pages(
     def copy_one(_, cache: KVCache, sources, targets) -> KVCache:
         def copied(pages: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
             def copy(pool: jax.Array) -> jax.Array:
-                axes = (*(None,) * len(lead), None, "kv_heads")
+                if lead:
+                    return _copy_slabs(pool, source, target)
+                axes = (None, "kv_heads")
                 spec = rules.in_replica().spec(*axes, *(None,) * (pool.ndim - len(axes)))
-                found = pool.at[(*lead, source)].get(out_sharding=spec)
-                return pool.at[(*lead, target)].set(found, mode="drop", out_sharding=spec)
+                found = pool.at[source].get(out_sharding=spec)
+                return pool.at[target].set(found, mode="drop", out_sharding=spec)
 
             return jax.tree.map(copy, pages)
 
@@ -267,6 +269,23 @@ def copy_pages(
 
     run = per_replica(copy_one, rules, cache_axis=len(lead), n_inputs=2)
     return flatten(run(None, cache, sources, targets))
+
+
+def _copy_slabs(
+    pool: Shaped[Array, "L n_pages ..."], sources: Int[Array, "n"], targets: Int[Array, "n"]
+) -> Shaped[Array, "L n_pages ..."]:
+    """Page sources[i] of all layers is copied to page targets[i], one i after the other.
+
+    In slices: for a gather of pages of stacked layers the compiler of TPU copies the whole pool.
+    """
+    is_page = targets < pool.shape[1]
+    sources, targets = (jnp.where(is_page, ids, 0) for ids in (sources, targets))
+
+    def one(i: jax.Array, pool: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_index_in_dim(pool, sources[i], axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, targets[i], axis=1)
+
+    return jax.lax.fori_loop(0, len(sources), one, pool)
 
 
 def _in_joined(ids: dict[int, Int[Array, "n"]], joined: JoinedPools) -> Int[Array, "m"]:
