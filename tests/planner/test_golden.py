@@ -10,10 +10,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 MEMORY_PAGE = ROOT / "docs" / "concepts" / "memory.md"
-NEW = {"kernels", "calibrated_s", "calibrated_step_s", "n_processes"}  # keys that OLD have not
-OLD = {
-    "grpo_30b_a3b.v5p-4x4x4",
-}
 CPU_MINUTE = [  # of compilation each; the others take minutes
     pytest.param("grpo_7b.h100-1", "jax_cuda13_plugin", marks=pytest.mark.thorough),
     pytest.param("grpo_7b_lora.rtx4090-1", "jax_cuda13_plugin", marks=pytest.mark.thorough),
@@ -38,13 +34,9 @@ def golden(name: str) -> tuple[dict, dict]:
 
 
 def assert_close(kept, now, path: str = ""):
-    """Equal; numbers that depend on the compiler (temporaries, times) within 5 %.
-
-    `path` begins with the name of the plan. Those of OLD have no calibrated times.
-    """
+    """Equal; numbers that depend on the compiler (temporaries, times) within 5 %."""
     if isinstance(kept, dict):
-        absent = NEW if path.partition("/")[0] in OLD else set()
-        assert set(now) - absent <= set(kept) <= set(now), path
+        assert set(kept) == set(now), path
         for name in kept:
             assert_close(kept[name], now[name], f"{path}/{name}")
     elif isinstance(kept, bool | str | list | None):
@@ -74,6 +66,8 @@ def test_the_plan_of_the_quickstart_matches_the_docs():
                 ("grpo_qwen3_5_9b.v5p-4x4x2", "libtpu"),
                 ("grpo_qwen3_5_9b_h100.h100-8", "jax_cuda13_plugin"),
                 ("grpo_qwen3_5_9b_lora.h100-1", "jax_cuda13_plugin"),
+                ("grpo_30b_a3b.v5p-4x4x4", "libtpu"),
+                ("grpo_qwen3_5_35b_a3b.v5p-4x4x4", "libtpu"),
                 ("grpo_7b.v5e-2x4", "libtpu"),
                 ("grpo_72b_lora.h100-8", "jax_cuda13_plugin"),
                 ("grpo_llama_70b_longctx.h100-64", "jax_cuda13_plugin"),
@@ -88,11 +82,10 @@ def test_plans_for_absent_devices_match_the_docs(name, compiler):
     assert_close(*golden(name), name)
 
 
-def test_plans_have_calibrated_times_unless_they_are_old_or_for_a_cpu():
+def test_plans_have_calibrated_times_unless_they_are_for_a_cpu():
     for file in golden_script().FOLDER.glob("*.json"):
         plan = json.loads(file.read_text())
-        without = file.stem in OLD or plan["topology"].startswith("cpu")
-        assert ("calibrated_step_s" in plan) != without, file.stem
+        assert ("calibrated_step_s" in plan) != plan["topology"].startswith("cpu"), file.stem
 
 
 def test_the_memory_page_has_the_commands_and_numbers_of_its_stored_plans():

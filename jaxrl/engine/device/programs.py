@@ -32,7 +32,7 @@ from jaxrl.models.paged import PageTables, PrefillSlots, forward_mixed, forward_
 from jaxrl.models.router_replay import recording
 from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
 from jaxrl.types import Tree
-from sharding import Rules
+from sharding import Rules, target_platform
 
 # On GPU, XLA joins products that share an input if their arrays are small enough (64 MB). As the
 # weights are arguments, every decode step would copy those of q, k, v and of gate and up into one
@@ -242,12 +242,12 @@ def copy_pages(
     def copy_one(_, cache: KVCache, sources, targets) -> KVCache:
         def copied(pages: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
             def copy(pool: jax.Array) -> jax.Array:
-                if lead:
-                    return _copy_slabs(pool, source, target)
-                axes = (None, "kv_heads")
+                if lead and target_platform() == "tpu":
+                    return _copy_slices(pool, source, target)
+                axes = (*(None,) * len(lead), None, "kv_heads")
                 spec = rules.in_replica().spec(*axes, *(None,) * (pool.ndim - len(axes)))
-                found = pool.at[source].get(out_sharding=spec)
-                return pool.at[target].set(found, mode="drop", out_sharding=spec)
+                found = pool.at[(*lead, source)].get(out_sharding=spec)
+                return pool.at[(*lead, target)].set(found, mode="drop", out_sharding=spec)
 
             return jax.tree.map(copy, pages)
 
@@ -271,12 +271,12 @@ def copy_pages(
     return flatten(run(None, cache, sources, targets))
 
 
-def _copy_slabs(
+def _copy_slices(
     pool: Shaped[Array, "L n_pages ..."], sources: Int[Array, "n"], targets: Int[Array, "n"]
 ) -> Shaped[Array, "L n_pages ..."]:
     """Page sources[i] of all layers is copied to page targets[i], one i after the other.
 
-    In slices: for a gather of pages of stacked layers the compiler of TPU copies the whole pool.
+    For a gather of pages of stacked layers the compiler of TPU copies the whole pool.
     """
     is_page = targets < pool.shape[1]
     sources, targets = (jnp.where(is_page, ids, 0) for ids in (sources, targets))
