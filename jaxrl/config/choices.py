@@ -154,6 +154,8 @@ TOOL_FORMATS = (
     "deepseek",
     "qwen3_coder",
     "harmony",
+    "glm",
+    "kimi",
     "gemma4",
 )
 REWARDS = (

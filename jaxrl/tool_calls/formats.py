@@ -11,6 +11,10 @@ qwen3_coder  <tool_call> with XML in it, <function=name> and <parameter=key>, on
           (Qwen3-Coder, Qwen3.5); the tool's schema gives the types of the arguments
 harmony   a message to a function, <|channel|>commentary to=functions.name <|constrain|>json
           <|message|>{...}<|call|>, or with its receiver before the channel (gpt-oss)
+glm       <tool_call>name, then <arg_key>key</arg_key><arg_value>value</arg_value> for each argument,
+          </tool_call>, once per call (GLM-4.5 to 4.7); the schema gives the types
+kimi      <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
+          (Kimi-K2); functions.name:0 is the id of the call
 gemma4    <|tool_call>call:name{key:value}<tool_call|>, once per call; strings are between <|"|>
 """
 
@@ -23,10 +27,11 @@ from typing import Any
 from jaxrl.tool_calls.call_end import CallEnd
 from jaxrl.tool_calls.calls import parse_json, parse_json_values, shortened
 from jaxrl.tool_calls.gemma4_calls import QUOTE, THOUGHT, read_gemma4
-from jaxrl.tool_calls.xml_calls import XmlCallEnd, read_xml
+from jaxrl.tool_calls.xml_calls import END_VALUE, VALUE, XmlCallEnd, read_glm, read_xml
 
 _SEP = "<｜tool▁sep｜>"
 _ARGUMENTS = {"parameters", "arguments"}
+_KIMI_ID = re.compile(r"functions\.(\S+):\d+")
 _BARE_CALL = re.compile(r'\{\s*"(?:name|type)"\s*:')
 
 
@@ -92,6 +97,17 @@ def read_harmony(text: str) -> list[Any]:
     return [{"name": re.split(r"\s|<\|", header, maxsplit=1)[0], "arguments": arguments}]
 
 
+def read_kimi(text: str) -> list[Any]:
+    """One call: its id, functions.NAME:NUMBER, and the arguments."""
+    call_id, separator, arguments = text.partition("<|tool_call_argument_begin|>")
+    if not separator:
+        raise ValueError("<|tool_call_argument_begin|> is missing")
+    found = _KIMI_ID.fullmatch(call_id.strip())
+    if not found:
+        raise ValueError(f"{shortened(call_id)!r} is not functions.NAME:NUMBER")
+    return [{"name": found[1], "arguments": arguments, "id": found[0]}]
+
+
 FORMATS = {
     f.name: f
     for f in (
@@ -120,6 +136,21 @@ FORMATS = {
             read_harmony,
             ignored=("<|start|>assistant",),
             other_opening="<|start|>assistant to=functions.",
+        ),
+        ToolFormat(
+            "glm",
+            "<tool_call>",
+            "</tool_call>",
+            read_glm,
+            texts=True,
+            call_end=functools.partial(XmlCallEnd, opening=VALUE, closing=END_VALUE),
+        ),
+        ToolFormat(
+            "kimi",
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+            read_kimi,
+            ignored=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         ),
         ToolFormat(
             "gemma4",
@@ -156,8 +187,11 @@ def tool_format(template: str, name: str = "auto") -> ToolFormat:
     if "<function=" in template:
         if "<parameter=" in template and "<tool_call>" in template:
             return FORMATS["qwen3_coder"]
+    elif VALUE in template:
+        if FORMATS["glm"].opening in template:
+            return FORMATS["glm"]
     else:
-        for name in ("gemma4", "deepseek", "mistral", "hermes"):
+        for name in ("gemma4", "kimi", "deepseek", "mistral", "hermes"):
             if FORMATS[name].opening in template:
                 return FORMATS[name]
         if "<|start_header_id|>" in template and '"parameters"' in template:

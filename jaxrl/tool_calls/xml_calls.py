@@ -1,9 +1,11 @@
-"""Tool calls as XML, whose arguments are text: the format of Qwen3-Coder and Qwen3.5.
+"""Tool calls as XML, whose arguments are text.
 
-    <tool_call>
-    <function=NAME>
-    <parameter=KEY>
-    VALUE
+Qwen3-Coder, Qwen3.5          GLM-4.5 to 4.7, with or without line breaks
+
+    <tool_call>                   <tool_call>NAME
+    <function=NAME>               <arg_key>KEY</arg_key>
+    <parameter=KEY>               <arg_value>VALUE</arg_value>
+    VALUE                         </tool_call>
     </parameter>
     </function>
     </tool_call>
@@ -18,8 +20,11 @@ from typing import Any
 from jaxrl.tool_calls.calls import parse_json, shortened
 
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
 _KEY = re.compile(r"\s*<parameter=([^<>\n]+)>")
+_GLM_NAME = re.compile(r"\s*([^<>\s]+)\s*")
+_GLM_KEY = re.compile(rf"\s*<arg_key>([^<>\n]+)</arg_key>\s*{VALUE}")
 # Chat templates write true, false and null as Python's values.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _TYPES = {
@@ -86,6 +91,28 @@ def read_xml(text: str) -> list[Any]:
     if rest := body[at:].strip():
         raise ValueError(f"{shortened(rest)!r} is not <parameter=KEY>VALUE{_END_PARAMETER}")
     return [{"name": function[1].strip(), "arguments": arguments}]
+
+
+def read_glm(text: str) -> list[Any]:
+    """One call of GLM, with the text of every argument. Raises ValueError for another form."""
+    name = _GLM_NAME.match(text)
+    if not name:
+        raise ValueError("the call does not begin with the name of the tool")
+    at, arguments = name.end(), {}
+    while key := _GLM_KEY.match(text, at):
+        end = text.find(END_VALUE, key.end())
+        value = text[key.end() : end]
+        if end < 0 or VALUE in value:
+            raise ValueError(f"the argument {key[1]} does not end with {END_VALUE}")
+        if key[1] in arguments:
+            raise ValueError(f"the argument {key[1]} occurs twice")
+        arguments[key[1]] = value
+        at = end + len(END_VALUE)
+    if rest := text[at:].strip():
+        raise ValueError(
+            f"{shortened(rest)!r} is not <arg_key>KEY</arg_key>{VALUE}VALUE{END_VALUE}"
+        )
+    return [{"name": name[1], "arguments": arguments}]
 
 
 def typed_arguments(

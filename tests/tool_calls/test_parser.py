@@ -36,6 +36,16 @@ HARMONY_RECEIVER_FIRST = (
     '{"a": 1, "b": 2}<|call|>'
     "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}"
 )
+GLM = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>"
+)
+GLM_ARGUMENT = "<arg_key>a</arg_key><arg_value>1</arg_value>"
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1, "b": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1'
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+)
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -73,6 +83,9 @@ PARALLEL = {  # each calls add(a=1, b=2), then now()
     "qwen3_coder": ("qwen3_coder", QWEN3_CODER),
     "harmony": ("harmony", HARMONY),
     "harmony with the receiver first": ("harmony", HARMONY_RECEIVER_FIRST),
+    "glm 4.5": ("glm", GLM),
+    "glm 4.7": ("glm", GLM.replace("\n", "")),
+    "kimi": ("kimi", KIMI),
     "gemma4": (
         "gemma4",
         "<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_call>call:now{}<tool_call|>",
@@ -90,10 +103,8 @@ def parse(text, name="hermes", **options):
 def test_parallel_calls_of_every_format(case):
     name, text = PARALLEL[case]
     turn = parse(text, name, tools=[ADD])
-    expected = (
-        ToolCall("add", {"a": 1, "b": 2}, "call00000"),
-        ToolCall("now", {}, "call00001"),
-    )
+    ids = ("functions.add:0", "functions.now:1") if name == "kimi" else ("call00000", "call00001")
+    expected = (ToolCall("add", {"a": 1, "b": 2}, ids[0]), ToolCall("now", {}, ids[1]))
     assert (turn.content, turn.attempts) == ("", expected)
 
 
@@ -107,7 +118,7 @@ def test_a_stream_gives_the_same_calls_and_no_part_of_a_marker_as_content(case, 
     parts = [parser.add(text[i : i + size]) for i in range(0, len(text), size)] + [parser.finish()]
     assert "".join(part.content for part in parts) == before.strip()
     assert [a.name for part in parts for a in part.calls] == ["add", "now"]
-    if name in ("hermes", "deepseek", "qwen3_coder", "gemma4") and "list" not in case:
+    if name in ("hermes", "deepseek", "qwen3_coder", "glm", "kimi", "gemma4") and "list" not in case:
         first = next(i for i, part in enumerate(parts) if part.attempts)
         assert len(parts[first].attempts) == 1 and first < len(parts) - 1  # once it is complete
 
@@ -143,6 +154,17 @@ def test_text_without_a_call_is_content(name, text):
         ("mistral", "[TOOL_CALLS]add", "not followed by arguments"),
         ("mistral", '[TOOL_CALLS][{"name": "f"', "not valid JSON"),
         ("deepseek", "<｜tool▁call▁begin｜>add{}<｜tool▁call▁end｜>", "is missing"),
+        ("kimi", "<|tool_call_begin|>functions.add:0{}<|tool_call_end|>", "is missing"),
+        (
+            "kimi",
+            "<|tool_call_begin|>add<|tool_call_argument_begin|>{}<|tool_call_end|>",
+            "'add' is not functions.NAME:NUMBER",
+        ),
+        ("glm", "<tool_call><arg_key>a</arg_key></tool_call>", "the name of the tool"),
+        ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "is not <arg_key>KEY"),
+        ("glm", "<tool_call>f<arg_key>a</arg_key>1</tool_call>", "is not <arg_key>KEY"),
+        ("glm", f"<tool_call>f{2 * GLM_ARGUMENT}</tool_call>", "the argument a occurs twice"),
+        ("glm", f"<tool_call>f{GLM_ARGUMENT[:-5]}</tool_call>", "does not end with </arg_value>"),
     ],
 )
 def test_a_malformed_call_has_its_reason(name, text, reason):
@@ -210,6 +232,8 @@ def test_the_format_follows_from_the_chat_template():
         "mistral": '{{ "[TOOL_CALLS] [" }}',
         "harmony": "{{ '<|start|>assistant to=functions.' + call.name + '<|call|>' }}",
         "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1",
+        "glm": "<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>",
+        "kimi": "<|tool_calls_section_begin|>{{ '<|tool_call_begin|>' + call['id'] }}",
         "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
         "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type']}}",
     }

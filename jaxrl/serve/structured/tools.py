@@ -18,6 +18,7 @@ MAX_CALLS = 16  # of one response with tool_choice "required"
 # Special tokens within a call or a turn, in addition to the markers of a format.
 INNER_MARKERS = (
     *("[ARGS]", "[CALL_ID]", "<｜tool▁sep｜>", "<think>", "</think>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_argument_begin|>"),
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
 )
 ToolJson = dict[str, Any]
