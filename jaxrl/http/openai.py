@@ -41,7 +41,8 @@ def _message(message: Any) -> Message:
     raise RequestError(
         400,
         "a message needs a role and text content, or a list of tool calls; other content is not "
-        "supported",
+        "supported. Images are read by a server of an image-and-text model that was started with "
+        "--config.data.images=True",
         param="messages",
     )
 

@@ -7,11 +7,11 @@ A schedule with staleness runs it dispatch by dispatch, and takes the groups tha
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.engine.api import EngineStats, Request, RequestEngine, RequestImage
+from jaxrl.engine.api import EngineStats, Request, RequestEngine
 from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
@@ -262,15 +262,6 @@ def sampled_requests(
     `encoder` computes the features of images, if prompts have any.
     """
 
-    def encoded(prompt: Prompt) -> Iterator[RequestImage]:
-        assert encoder is not None or not prompt.images, "prompts have no images without an encoder"
-        if encoder is None:
-            return
-        images = [placed.image for placed in prompt.images]
-        for placed, one in zip(prompt.images, encoder.encode(images), strict=True):
-            image = placed.image
-            yield RequestImage(placed.start, image.grid, image.digest, one.rows, one.deep)
-
     def make_request(group: PromptGroup, sample: int) -> Request:
         return Request(
             tokens=group.prompt.tokens,
@@ -279,7 +270,7 @@ def sampled_requests(
             prompt_id=group.prompt.id,
             sample=sample,
             seed=group.seed,
-            images=tuple(encoded(group.prompt)),
+            images=request_images(group.prompt.images, encoder),
         )
 
     return make_request

@@ -117,10 +117,17 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> ServerState:
             model.renderer.tokenizer, model.engine.cfg.V, model.engine.eos_ids
         ),
         tool_format=known_format(model.renderer.template, options.tool_format),
+        images=model.images,
         adapters=tuple(options.adapters),
     )
     engine = ServingThread(
-        model.engine, model.params, model.mesh, metrics, max_tasks=max_tasks, step=model.step
+        model.engine,
+        model.params,
+        model.mesh,
+        metrics,
+        max_tasks=max_tasks,
+        step=model.step,
+        encoder=model.encoder,
     )
     watcher = None
     if options.follow and model.checkpoints is not None:

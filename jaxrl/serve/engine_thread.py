@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 from jaxrl.engine.api import Generated, Request
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.http.errors import RequestError
+from jaxrl.learner.image_encoder import ImageEncoder
+from jaxrl.rollout.request_images import request_images
 from jaxrl.serve.metrics import ServerMetrics
-from jaxrl.types import Tree
+from jaxrl.types import PlacedImage, Tree
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class GenerationTask:
     deliver: Deliver
     # The weights stay loaded after generation ends, until `finish_with_weights` or `cancel`.
     keep_weights: bool = False
+    images: tuple[PlacedImage, ...] = ()  # of the prompt, whose features the thread computes
     slot: int = -1  # of the engine, once submitted to it
     step: int | None = None  # training step of the weights, once submitted to the engine
 
@@ -54,11 +57,14 @@ class ServingThread:
         *,
         max_tasks: int,
         step: int | None = None,
+        encoder: ImageEncoder | None = None,
     ):
         """`max_tasks` bounds running and queued tasks together.
 
         `step` is the training step of `params`, or None if they are not from a checkpoint.
+        `encoder` computes the features of images, if the model reads them.
         """
+        self._encoder = encoder
         self._engine, self._params, self._mesh, self._metrics = engine, params, mesh, metrics
         self.max_tasks = max_tasks
         self.step = step
@@ -215,7 +221,8 @@ class ServingThread:
     def _start(self, task: GenerationTask) -> None:
         task.step = self.step
         try:
-            task.slot = self._engine.submit(task.request)
+            images = request_images(task.images, self._encoder)
+            task.slot = self._engine.submit(dataclasses.replace(task.request, images=images))
         except ValueError as error:
             self._forget(task)
             task.deliver(RequestError(400, str(error)))

@@ -10,9 +10,11 @@ from jax.sharding import Mesh
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout, rollout_layout
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import check_base_copies, load_with_adapters, warn_of_other_base
@@ -22,13 +24,14 @@ from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
+from jaxrl.models.vision.towers import known_tower
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.runtime.backend import open_backend
 from jaxrl.runtime.compilation import open_cache
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.tracking.progress import Progress
-from jaxrl.trainer.setup.models import make_renderer
+from jaxrl.trainer.setup.models import open_text
 from jaxrl.types import Tree
 from sharding import make_mesh
 
@@ -42,6 +45,8 @@ class Model:
     max_model_len: int  # tokens of prompt and response together
     step: int | None = None  # training step of the weights; None if not a checkpoint
     checkpoints: Checkpoints | None = None  # of the run that is served
+    images: ImageReader | None = None  # None: the model reads text only
+    encoder: ImageEncoder | None = None  # of the features of images
 
 
 def open_model(
@@ -68,7 +73,13 @@ def open_model(
     max_len = min(max_len, decoder.context_len)
     lengths = dataclasses.replace(run.data, max_prompt_len=max_len - 1, max_response_len=1)
     run = dataclasses.replace(run, data=lengths)
-    renderer = make_renderer(run, folder, decoder)
+    renderer, images = open_text(run, folder, decoder)
+    tower = None if images is None else known_tower(folder)
+    if tower is not None and any(mixer.whole_images for mixer in decoder.attention_layers):
+        raise ValueError(
+            f"--config.data.images: the engine of a {decoder.family} model would need all tokens "
+            "of an image at once; serve it without images"
+        )
     if (backend := open_backend()) == "cpu":
         keep_freed_memory()
     dtype, policy = for_platform(run, decoder, backend)
@@ -98,11 +109,19 @@ def open_model(
                 base = layout.prepare(load()) if saved.only_adapters else None
                 params = saved.place(saved.read(step), base)
             eos_ids = stop_ids(folder, renderer.tokenizer)
-            engine = paged_engine(run, run.rollout, layout, params.cfg, eos_ids, adjustable=True)
+            engine = paged_engine(
+                run, run.rollout, layout, params.cfg, eos_ids, adjustable=True, tower=tower
+            )
             engine.warmup_first(params)
+            encoder = None
+            if tower is not None:
+                encoder = ImageEncoder(folder, tower, params.cfg, layout.rules, dtype)
+                encoder.load()
             pool = engine.scheduler.pool
     max_model_len = min(max_len, pool.n_pages * pool.page_len)
-    return Model(renderer, engine, params, mesh, max_model_len, step, saved)
+    return Model(
+        renderer, engine, params, mesh, max_model_len, step, saved, images=images, encoder=encoder
+    )
 
 
 def load_initial(

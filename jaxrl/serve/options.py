@@ -186,6 +186,8 @@ def initial_config(options: argparse.Namespace) -> ConfigDict:
         values["data.chat_template"] = trained.data.chat_template
         values["data.system_prompt"] = trained.data.system_prompt
         values["data.template_kwargs"] = str(trained.data.template_kwargs)
+        values["data.images"] = str(trained.data.images)
+        values["data.image_kwargs"] = str(trained.data.image_kwargs)
         if needs_checkpoint or not (folder / "hf").is_dir():
             # The server reads base and adapters, so that a new checkpoint replaces only adapters.
             config.update({"lora": to_dict(trained.lora) | {"merge": False}})

@@ -77,7 +77,10 @@ class ActiveResponse:
             adapter=request.adapter,
         )
         return GenerationTask(
-            engine_request, self._deliver_to(index), keep_weights=request.needs_scoring
+            engine_request,
+            self._deliver_to(index),
+            keep_weights=request.needs_scoring,
+            images=request.images,
         )
 
     async def deltas[T](

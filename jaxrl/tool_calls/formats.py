@@ -11,7 +11,7 @@ qwen3_coder  <tool_call> with XML in it, <function=name> and <parameter=key>, on
           (Qwen3-Coder, Qwen3.5); the tool's schema gives the types of the arguments
 harmony   a message to a function, <|channel|>commentary to=functions.name <|constrain|>json
           <|message|>{...}<|call|>, or with its receiver before the channel (gpt-oss)
-glm       <tool_call>name, then <arg_key>key</arg_key><arg_value>value</arg_value> for each argument,
+glm       <tool_call>name, <arg_key>key</arg_key><arg_value>value</arg_value> for each argument,
           </tool_call>, once per call (GLM-4.5 to 4.7); the schema gives the types
 kimi      <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
           (Kimi-K2); functions.name:0 is the id of the call

@@ -118,7 +118,10 @@ def test_a_stream_gives_the_same_calls_and_no_part_of_a_marker_as_content(case, 
     parts = [parser.add(text[i : i + size]) for i in range(0, len(text), size)] + [parser.finish()]
     assert "".join(part.content for part in parts) == before.strip()
     assert [a.name for part in parts for a in part.calls] == ["add", "now"]
-    if name in ("hermes", "deepseek", "qwen3_coder", "glm", "kimi", "gemma4") and "list" not in case:
+    if (
+        name in ("hermes", "deepseek", "qwen3_coder", "glm", "kimi", "gemma4")
+        and "list" not in case
+    ):
         first = next(i for i, part in enumerate(parts) if part.attempts)
         assert len(parts[first].attempts) == 1 and first < len(parts) - 1  # once it is complete
 

@@ -35,6 +35,11 @@ class ImageReader:
                 f"data.image_root = {self._root} is not a folder; set it to the folder that has "
                 "the images"
             )
+        self._advice = (
+            ""
+            if self._drops
+            else ". Correct or remove the row, or set data.on_error=drop to drop such rows"
+        )
         self.placeholders = self._processor.placeholders(tokenizer)
 
     def read(
@@ -51,11 +56,24 @@ class ImageReader:
         dropped.errors += [str(one) for one in found if isinstance(one, UnusableImageError)]
         return [one for one in found if not isinstance(one, UnusableImageError)]
 
+    def read_messages(self, messages: Any) -> tuple[Any, tuple[ImageInput, ...]]:
+        """(messages with IMAGE at the places of their content parts of images, these images).
+
+        Raises ValueError for an image that cannot be used.
+        """
+        marked, references = mark_images({"messages": messages}, ["messages"], "messages")
+        images = tuple(
+            self._image(reference, "messages", i, advice="")
+            for i, reference in enumerate(references)
+        )
+        return marked["messages"], images
+
     def _read_row(self, row: SourceRow, columns: MessageColumns) -> RowImages | UnusableImageError:
         marked, references = mark_images(row.columns, columns(row.columns), row.place)
         try:
             images = tuple(
-                self._image(reference, row.place, i) for i, reference in enumerate(references)
+                self._image(reference, row.place, i, self._advice)
+                for i, reference in enumerate(references)
             )
         except UnusableImageError as error:
             if self._drops:
@@ -63,18 +81,16 @@ class ImageReader:
             raise
         return dataclasses.replace(row, columns=marked), images
 
-    def _image(self, reference: ImageReference, place: str, i: int) -> ImageInput:
-        """One image of a row. The message of a ValueError begins with the row's place."""
+    def _image(self, reference: ImageReference, place: str, i: int, advice: str) -> ImageInput:
+        """One image. The message of a ValueError begins with its place.
+
+        `advice` is the end of the message for an image that cannot be used.
+        """
         try:
             source = find_source(reference, self._root)
             name = str(source) if isinstance(source, Path) else f"image {i + 1}"
             return self._processor.image(source, name)
         except UnusableImageError as error:
-            advice = (
-                ""
-                if self._drops
-                else (". Correct or remove the row, or set data.on_error=drop to drop such rows")
-            )
             raise UnusableImageError(f"{place}: {error}{advice}") from error
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error

@@ -7,6 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.structured.grammar import GrammarCompiler
 from jaxrl.tool_calls.formats import ToolFormat
@@ -28,6 +29,7 @@ class ServerLimits:
     longest_token: int  # bytes
     grammars: GrammarCompiler | None = None
     tool_format: ToolFormat | None = None  # in which the model writes tool calls
+    images: ImageReader | None = None  # None: messages are text only
     adapters: tuple[str, ...] = ()  # model names of the adapters, in the engine's order
 
     @property

@@ -19,6 +19,7 @@ from jaxrl.serve.requests.logit_fields import read_adjustments
 from jaxrl.serve.requests.prompt import ServerLimits, check_size, encode_text, is_id, too_long
 from jaxrl.serve.structured.response_format import read_response_format
 from jaxrl.serve.structured.tools import ToolJson, ToolUse, read_tools
+from jaxrl.types import ImageInput, PlacedImage
 
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion request that sets none, as OpenAI
 GREEDY_BELOW = 1e-4  # smaller temperatures would overflow the logits
@@ -47,6 +48,7 @@ class GenerationRequest:
     return_token_ids: bool
     tools: ToolUse | None = None
     kept_ids: frozenset[int] = frozenset()  # special tokens that the text of a response has
+    images: tuple[PlacedImage, ...] = ()  # of the conversation, at their tokens
 
     @property
     def chat(self) -> bool:
@@ -78,18 +80,20 @@ def chat_request(
     """The request of the fields of a body. Raises RequestError if it is invalid."""
     fields, present = read_fields(ChatFields, body, limits.model_names)
     _check_limits(fields, limits, n_prompts=1)
+    body, images = read_images(body, limits)
     messages = messages_in_context(body, limits)
     tools = read_tools(body, limits.tool_format, parallel=fields.parallel_tool_calls)
     renderer = with_template_arguments(body, renderer)
     text = render_messages(messages, renderer, tools=tools and tools.tools)
     # the template already contains the special tokens
     prompt = encode_text(text, renderer, limits, special_tokens=False)
+    prompt, placed = place_images(prompt, images, renderer)
     if tools is not None:
         tools = dataclasses.replace(tools, in_thought=opens_thought(text))
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in present]
     if fields.top_logprobs and not fields.logprobs:
         raise RequestError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
-    return _request(
+    request = _request(
         fields,
         body,
         limits,
@@ -102,6 +106,37 @@ def chat_request(
         tools=tools,
         kept_ids=tools.kept_ids(renderer.tokenizer) if tools else frozenset(),
     )
+    return dataclasses.replace(request, images=placed)
+
+
+def read_images(
+    body: Mapping[str, Any], limits: ServerLimits
+) -> tuple[Mapping[str, Any], tuple[ImageInput, ...]]:
+    """(the body with marks at the places of images in its messages, these images).
+
+    Raises RequestError (400) for images that cannot be used, and if the server reads none.
+    """
+    messages = body.get("messages")
+    if limits.images is None or not isinstance(messages, list):
+        return body, ()
+    try:
+        marked, images = limits.images.read_messages(messages)
+    except ValueError as error:
+        raise RequestError(400, str(error), param="messages") from error
+    return {**body, "messages": marked}, images
+
+
+def place_images(
+    prompt: np.ndarray, images: Sequence[ImageInput], renderer: ChatRenderer
+) -> tuple[np.ndarray, tuple[PlacedImage, ...]]:
+    """(the prompt with as many tokens for each image as it has, the images at their tokens)."""
+    if renderer.images is None:
+        return prompt, ()
+    try:
+        tokens = renderer.images.expand(prompt, images)
+    except ValueError as error:
+        raise RequestError(400, str(error), param="messages") from error
+    return tokens, renderer.images.place(tokens, images)
 
 
 def parse_completion(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> GenerationRequest:

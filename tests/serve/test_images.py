@@ -1,0 +1,87 @@
+"""Images in chat completions: the engine's answers, what is refused, servers without images."""
+
+import base64
+
+import openai
+import pytest
+from PIL import Image
+
+from jaxrl.config.keys import SamplingConfig
+from jaxrl.rollout.request_images import request_images
+from jaxrl.serve.model import open_model
+from scripts.make_tiny_vlm import write_tiny_vlm
+from tests.data.images.pictures import encoded
+from tests.serve.serve_cases import arguments, direct, metric, serving, wait_until
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+
+
+@pytest.fixture(scope="module")
+def vlm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vlm") / "model"
+    write_tiny_vlm(folder, width=32, n_layers=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(vlm):
+    with serving(arguments(vlm, "--config.data.images=True")) as served:
+        yield served
+
+
+def picture(color, size=(24, 16)) -> dict:
+    data = base64.b64encode(encoded(Image.new("RGB", size, color))).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def ask(served, *parts, **more):
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    options = dict(max_tokens=12, temperature=0, logprobs=True) | more
+    return served.client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": content}], **options
+    ).choices
+
+
+@pytest.mark.thorough
+def test_answers_to_images_are_the_engines(served):
+    found = [ask(served, picture(color), "What?", n=2)[0] for color in (RED, BLUE, RED)]
+    logps = [[token.logprob for token in choice.logprobs.content] for choice in found]
+    assert logps[0] == logps[2] != logps[1]
+    model = open_model(served.run, max_len=1024)
+    messages = [{"role": "user", "content": [picture(BLUE), {"type": "text", "text": "What?"}]}]
+    marked, images = model.images.read_messages(messages)
+    places = model.renderer.images
+    tokens = places.expand(model.renderer.render(marked), images)
+    features = request_images(places.place(tokens, images), model.encoder)
+    how = dict(max_tokens=12, sampling=SamplingConfig(temperature=0.0), images=features)
+    assert logps[1] == direct(model, [tokens], **how)[0][1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (({"type": "image_url", "image_url": {"url": "http://a/b.png"}},), "over the network"),
+        (({"type": "image_url", "image_url": {"url": "/etc/passwd"}},), "data.image_root"),
+        (
+            ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}},),
+            "image 1 is damaged",
+        ),
+        (("<|image_pad|>",), "image tokens"),
+        (({"type": "input_audio", "input_audio": {}},), "other content is not supported"),
+    ],
+)
+def test_unusable_images_are_refused(served, parts, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        ask(served, *parts)
+    wait_until(lambda: metric(served, "jaxrl_running") == 0)
+    assert ask(served, "Still here?")
+
+
+@pytest.mark.thorough
+def test_a_server_without_images_says_how_to_read_them(vlm):
+    with (
+        serving(arguments(vlm)) as served,
+        pytest.raises(openai.BadRequestError, match=r"--config\.data\.images=True"),
+    ):
+        ask(served, picture(RED))
