@@ -1,4 +1,4 @@
-"""Calls that are written in each format as chat templates write them are read again, in any pieces."""
+"""Calls of every format, written as chat templates write them, are read in any pieces."""
 
 import json
 import random
