@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.api import EngineStats, Request, RequestEngine
 from jaxrl.learner.image_encoder import ImageEncoder
+from jaxrl.rollout.request_images import request_images
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
 from jaxrl.types import Decode, Prompt, Rollout, Tree
