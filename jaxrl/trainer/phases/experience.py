@@ -19,6 +19,7 @@ from jaxrl.trainer.phases.mini_batches import (
     to_samples,
     with_scores,
 )
+from jaxrl.trainer.phases.parts import part_metrics, with_observations
 from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
@@ -66,7 +67,11 @@ def make_experience(
     if baselines is not None:
         baselines = scaled_rewards(baselines, scale, cfg.reward)
     sampled = [
-        to_samples(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward))
+        with_observations(
+            to_samples(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward)),
+            r.rollout.prompt.source,
+            cfg.algorithm,
+        )
         for i, group in enumerate(groups)
         for r in group
     ]
@@ -88,8 +93,10 @@ def make_experience(
             parts=reward_parts(rollouts, n_samples, cfg),
             kl_coef=core.coefs.kl,
             seed=core.sampling_seed(validation=False),
+            step=core.clock.step,
         )
-    return Experience(mini_batches, len(rollouts), scale, metrics | more_metrics)
+    metrics |= more_metrics | part_metrics(samples, core.clock.step, cfg.algorithm)
+    return Experience(mini_batches, len(rollouts), scale, metrics)
 
 
 def score(core: Core, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
