@@ -55,6 +55,30 @@ def test_an_invalid_part_is_refused_with_the_remedy(spec, message):
         resolve(config(spec))
 
 
+SFT = dict(data__demonstrations=("sft.jsonl",), data__demonstrations_per_step=4)
+
+
+MIXES = {
+    "no rows": ({}, "set both, or leave 'demonstrations' out"),
+    "no number": (dict(SFT, data__demonstrations_per_step=0), "set both, or leave"),
+    "not divisible": (dict(SFT, data__prompts_per_step=6, learner__mini_batch_prompts=2), "the 3"),
+    "rendered": (dict(SFT, data__rendered_prompts=True), "set data.rendered_prompts=False"),
+}
+
+
+@pytest.mark.parametrize("case", MIXES)
+def test_demonstrations_that_cannot_be_trained_are_refused(case):
+    keys, message = MIXES[case]
+    with pytest.raises(ValueError, match=message):
+        resolve(config("demonstrations?weight=0.5", env="", **keys))
+
+
+@pytest.mark.parametrize("parts", [(), ("observations",)])
+def test_demonstrations_without_a_part_are_refused(parts):
+    with pytest.raises(ValueError, match="are trained by no part of the objective"):
+        resolve(config(*parts, **SFT))
+
+
 REFUSED = {
     "no environment": (dict(env=""), "no row has them"),
     "denominator of the update": (
@@ -79,7 +103,8 @@ def test_the_same_tokens_twice_and_another_temperature_are_refused():
     assert "set rollout.sampling.temperature=1.0" in str(error.value)
 
 
-def test_observations_of_an_environment_are_accepted():
+def test_valid_parts_are_accepted():
+    resolve(config("demonstrations?weight=0.5", env="", **SFT))
     assert resolve(config("observations?weight=0.1")).algorithm.parts == (
         "observations?weight=0.1",
     )

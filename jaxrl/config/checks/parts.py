@@ -7,11 +7,51 @@ from jaxrl.config.parts import Part, read_part
 def part_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
     if not run.algorithm.parts:
-        return []
+        return _unused_demonstrations(run)
     read = [read_part(spec) for spec in run.algorithm.parts]
     if errors := [f"algorithm.parts={line}" for _, lines in read for line in lines]:
         return errors
-    return [*_token_errors([part for part, _ in read], run), *_denominator_errors(run)]
+    parts = [part for part, _ in read]
+    if not any(part.tokens == "demonstrations" for part in parts):
+        errors = _unused_demonstrations(run)
+    else:
+        errors = _demonstration_errors(run)
+    return [*errors, *_token_errors(parts, run), *_denominator_errors(run)]
+
+
+def _unused_demonstrations(run: RunConfig) -> list[str]:
+    data = run.data
+    if not (data.demonstrations or data.demonstrations_per_step):
+        return []
+    return [
+        f"data.demonstrations={data.demonstrations} with data.demonstrations_per_step="
+        f"{data.demonstrations_per_step} are trained by no part of the objective; set "
+        "algorithm.parts='demonstrations?weight=0.5', or remove both keys"
+    ]
+
+
+def _demonstration_errors(run: RunConfig) -> list[str]:
+    """Demonstrations need rows, and as many in every update of a step."""
+    data, errors = run.data, []
+    if not (data.demonstrations and data.demonstrations_per_step):
+        errors.append(
+            f"algorithm.parts={run.algorithm.parts} trains on demonstrations, but "
+            f"data.demonstrations={data.demonstrations} and data.demonstrations_per_step="
+            f"{data.demonstrations_per_step}; set both, or leave 'demonstrations' out"
+        )
+    if data.demonstrations_per_step % run.mini_batches_per_step:
+        errors.append(
+            f"data.demonstrations_per_step={data.demonstrations_per_step} cannot be divided over "
+            f"the {run.mini_batches_per_step} mini-batches of a step (data.prompts_per_step="
+            f"{data.prompts_per_step}, learner.mini_batch_prompts={run.mini_batch_prompts}); set a "
+            "multiple"
+        )
+    if data.rendered_prompts:
+        errors.append(
+            "data.rendered_prompts=True reads prompts without the chat template, which "
+            "demonstrations are rendered by; set data.rendered_prompts=False"
+        )
+    return errors
 
 
 def _token_errors(parts: list[Part], run: RunConfig) -> list[str]:

@@ -19,7 +19,7 @@ from jaxrl.trainer.phases.mini_batches import (
     to_samples,
     with_scores,
 )
-from jaxrl.trainer.phases.parts import part_metrics, with_observations
+from jaxrl.trainer.phases.parts import given_samples, part_metrics, with_observations
 from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
@@ -80,6 +80,8 @@ def make_experience(
     rewards = np.repeat(scaled_rewards(raw_rewards, scale, cfg.reward), n_samples)
     if baselines is not None:
         baselines = np.repeat(baselines, n_samples)
+    given = core.demonstrations.of_step(core.clock.step) if core.demonstrations else []
+    demonstrations = given_samples(given, cfg.algorithm)
     if core.learner.value_scorer is not None:
         samples = add_values(core, core.learner.value_scorer, samples)
     with core.clock.timed("adv"), core.no_compile("scoring"):
@@ -94,8 +96,10 @@ def make_experience(
             kl_coef=core.coefs.kl,
             seed=core.sampling_seed(validation=False),
             step=core.clock.step,
+            demonstrations=demonstrations,
         )
-    metrics |= more_metrics | part_metrics(samples, core.clock.step, cfg.algorithm)
+    trained = [*samples, *demonstrations]
+    metrics |= more_metrics | part_metrics(trained, core.clock.step, cfg.algorithm)
     return Experience(mini_batches, len(rollouts), scale, metrics)
 
 

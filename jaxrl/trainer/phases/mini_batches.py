@@ -95,6 +95,7 @@ def make_mini_batches(
     kl_coef: float | None = None,
     seed: int = 0,
     step: int = 0,
+    demonstrations: Sequence[TrainingSample] = (),
 ) -> tuple[list[MiniBatch], dict[str, float]]:
     """Mini-batches of `learner.mini_batch_prompts` prompts each, in the order of the samples.
 
@@ -106,6 +107,7 @@ def make_mini_batches(
       kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
       seed: seed of the random token selection of clip_cov.
       step: steps before this one, for the weights of algorithm.parts.
+      demonstrations: of the whole step, with their `parts`.
 
     Returns:
       (mini-batches without old_logp and ref_logp, metrics).
@@ -123,32 +125,44 @@ def make_mini_batches(
     )
     if cfg.has_critic:
         metrics |= value_metrics(samples)
-    mini_batches = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed, step=step)
+    mini_batches = split_mini_batches(
+        samples, demonstrations, cfg, n_ranks=n_ranks, seed=seed, step=step
+    )
     return mini_batches, metrics | packing_metrics(mini_batches, len(samples))
 
 
 def split_mini_batches(
-    samples: Sequence[TrainingSample], cfg: RunConfig, *, n_ranks: int, seed: int, step: int
+    samples: Sequence[TrainingSample],
+    demonstrations: Sequence[TrainingSample],
+    cfg: RunConfig,
+    *,
+    n_ranks: int,
+    seed: int,
+    step: int,
 ) -> list[MiniBatch]:
     """Filters samples, selects tokens and packs, separately for each mini-batch.
 
-    Every mini-batch has the groups of as many prompts. Groups may be smaller than `rollout.n` or
-    missing; a mini-batch without samples is left out.
+    Every mini-batch has the groups of as many prompts, and as many demonstrations. Groups may be
+    smaller than `rollout.n` or missing; a mini-batch without samples is left out.
     """
     mini_batches, size = [], cfg.mini_batch_prompts
+    n_given = len(demonstrations) // cfg.mini_batches_per_step
     for index, members in itertools.groupby(samples, key=lambda s: s.group // size):
         mini = drop_overlong(list(members), cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, index]))
         active, idle = split_idle(mini, cfg)
+        given = demonstrations[index * n_given : (index + 1) * n_given]
+        extra, weight = (policy_weight(x, cfg.algorithm) for x in (idle, [*active, *idle]))
+        if given and not weight:  # without a token of the policy the parts are the whole loss
+            extra = weight = 1.0
+        trained = [*active, *given]
         mini_batches.append(
             MiniBatch(
-                pack_samples(active, cfg, n_ranks),
+                pack_samples(trained, cfg, n_ranks),
                 idle,
                 mini,
-                extra_weight=policy_weight(idle, cfg.algorithm),
-                part_coefs=part_coefs(
-                    active, policy_weight([*active, *idle], cfg.algorithm), step, cfg.algorithm
-                ),
+                extra_weight=extra,
+                part_coefs=part_coefs(trained, weight, step, cfg.algorithm),
             )
         )
     return mini_batches

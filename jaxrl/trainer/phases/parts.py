@@ -9,7 +9,8 @@ from jaxrl.algorithms.losses.aggregation import AGGREGATIONS
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.parts import parse_parts, part_of
-from jaxrl.types import Batch, TrainingSample
+from jaxrl.data.demonstrations import to_sample
+from jaxrl.types import Batch, Demonstration, TrainingSample
 
 
 def sequences_weight(
@@ -51,6 +52,22 @@ def with_observations(
 ) -> list[TrainingSample]:
     """The samples of a rollout with the tokens of its environment in their part, if one is set."""
     return [with_part(s, "observations", ~s.loss_mask, source, cfg) for s in samples]
+
+
+def given_samples(
+    demonstrations: Sequence[Demonstration], cfg: AlgorithmConfig
+) -> list[TrainingSample]:
+    """Demonstrations as samples without tokens of the policy."""
+    return [
+        with_part(
+            dataclasses.replace(to_sample(d), loss_mask=np.zeros_like(d.loss_mask)),
+            "demonstrations",
+            d.loss_mask,
+            d.source,
+            cfg,
+        )
+        for d in demonstrations
+    ]
 
 
 def part_coefs(

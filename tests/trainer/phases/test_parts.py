@@ -7,7 +7,13 @@ import pytest
 
 from jaxrl.config.resolve import resolve
 from jaxrl.trainer.phases.mini_batches import make_mini_batches
-from jaxrl.trainer.phases.parts import part_metrics, with_observations, with_trained_parts
+from jaxrl.trainer.phases.parts import (
+    given_samples,
+    part_metrics,
+    with_observations,
+    with_trained_parts,
+)
+from jaxrl.types import Demonstration
 from tests.trainer.phases.test_mini_batches import config, samples_of
 
 ECHO = "observations?weight=0.1"
@@ -70,3 +76,50 @@ def test_tokens_and_weights_of_parts_are_logged_and_absent_losses_are_not():
     assert with_trained_parts(update, batches, cfg.algorithm) == update
     empty = [dataclasses.replace(b, parts=None) for b in batches]
     assert with_trained_parts(update, empty, cfg.algorithm) == {"loss/policy": 1.0}
+
+
+def mix_config(**keys):
+    c = config(parts=("demonstrations?weight=0.5",))
+    c.data.demonstrations, c.data.demonstrations_per_step = ("sft.jsonl",), 4
+    c.learner.update(keys)
+    return resolve(c)
+
+
+def demonstrations(n):
+    """Demonstrations of 3 response tokens, of which the last two are learned."""
+    own = np.array([False, True, True])
+    tokens = np.arange(3, dtype=np.int32)
+    return [Demonstration(i, np.full(4, i, np.int32), tokens, own) for i in range(n)]
+
+
+def n_trained(mini):
+    """Tokens of parts in a mini-batch."""
+    found = [p.batch.parts for p in mini.packed if p.batch.parts is not None]
+    return sum(int((parts > 0).sum()) for parts in found)
+
+
+def test_demonstrations_are_divided_over_the_mini_batches_of_a_step():
+    cfg = mix_config(mini_batch_prompts=1)
+    given = given_samples(demonstrations(4), cfg.algorithm)
+    rewards = np.array([1.0, 0.0, 1.0, 1.0])
+    minis, _ = make_mini_batches(samples_of(2), rewards, cfg, n_ranks=1, demonstrations=given)
+    first, second = minis
+    # the first has 6 tokens of the policy; those of the second prompt are idle, as before
+    assert [len(m.idle) for m in minis] == [0, 2]
+    assert (first.extra_weight, second.extra_weight) == (0, 6)
+    for mini in minis:  # w W / N = 0.5 * 6 / 4 tokens of two demonstrations
+        np.testing.assert_allclose(mini.part_coefs, (0.75,), rtol=1e-12)
+        assert n_trained(mini) == 4
+    assert sum(int(p.batch.mask.sum()) for p in second.packed) == 0
+    prompts = [np.concatenate([p.batch.tokens.ravel() for p in m.packed]) for m in minis]
+    assert (prompts[1] == 3).sum() == 4  # the prompt of the last demonstration
+
+
+def test_without_a_token_of_the_policy_the_demonstrations_are_the_loss():
+    cfg = mix_config()
+    masked = [dataclasses.replace(s, loss_mask=np.zeros(3, bool)) for s in samples_of(2)]
+    given = given_samples(demonstrations(4), cfg.algorithm)
+    [mini], _ = make_mini_batches(masked, np.ones(4), cfg, n_ranks=1, demonstrations=given)
+    assert len(mini.idle) == 4
+    assert mini.extra_weight == 1.0
+    np.testing.assert_allclose(mini.part_coefs, (0.5 / 8,), rtol=1e-12)
