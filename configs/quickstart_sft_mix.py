@@ -5,6 +5,9 @@
 Task, batches and steps are those of configs/quickstart.py. Every update also has the cross-entropy
 of 16 demonstrations, packed in the rows of the rollouts, with a weight that falls from 0.5 to 0
 over 24 steps: it shows the form of an answer while rewards are rare.
+
+Result: measured for the first two steps only: cross-entropy of the demonstrations 4.33, then 3.22
+nats per token.
 """
 
 from pathlib import Path

@@ -11,13 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import empty_batch
+from jaxrl.data.packing import empty_batch, pack
+from jaxrl.learner.loss import loss_gradients, policy_objective
 from jaxrl.learner.policy_objective import Coefs, part_sums
+from jaxrl.learner.step import put_batch
+from jaxrl.learner.xla import compiler_options
 from jaxrl.runtime.flat_program import unflatten
 from jaxrl.trainer.phases.parts import part_coefs, policy_weight
-from sharding import make_mesh
+from sharding import PIPELINE, TRAIN, make_mesh
+from tests.learner.test_pipeline_1f1b import STACKED, host_weights
+from tests.learner.test_prefixes import SAMPLES as GROUPS
 from tests.learner.test_update import LAYOUTS, ONE, assert_same
-from tests.learner.tiny_policy import batches, new_state, programs, rollouts, run_config
+from tests.learner.tiny_policy import (
+    QUICK_COMPILE,
+    batches,
+    new_state,
+    programs,
+    put_params,
+    rollouts,
+    run_config,
+)
 from tests.marks import graded
 
 PARTS = (
@@ -130,3 +143,38 @@ def test_the_factors_divide_each_part_by_its_own_denominator():
     # 0.1 * 12 / tokens, and 0.5 * 12 / 2 sequences
     np.testing.assert_allclose(got, (1.2 / n_tokens, 3.0), rtol=1e-12)
     assert part_coefs(samples[:2], 12.0, 0, cfg)[1] == 0.0  # no demonstrations
+
+
+def pipelined(schedule, mesh, rules, *, shared):
+    """(gradient of the summed loss, sums) over the micro-batches of prompts with four responses."""
+    samples = []
+    for s in GROUPS:
+        own = np.arange(len(s.tokens)) % 3 != 1
+        parts = np.where(own, 0, 1 + s.sample % 2).astype(np.int32)
+        samples.append(dataclasses.replace(s, loss_mask=own, parts=parts))
+    packed = pack(samples, shapes=((2, 64),), align=4, n_ranks=1, share_prefixes=shared)
+    learner = dict(remat="full", pipeline_schedule=schedule)
+    cfg = run_config(learner, temperature=1.0, parts=PARTS, **LOSS)
+
+    @functools.partial(jax.jit, compiler_options=compiler_options(QUICK_COMPILE, "cpu"))
+    def run(params, batch):
+        coefs = Coefs(0.0, 0.01, parts=(0.3, 0.7))
+        return loss_gradients(
+            policy_objective, params, None, batch, None, coefs, cfg=cfg, rules=rules
+        )
+
+    with jax.set_mesh(make_mesh(None, **mesh)):
+        params = put_params(host_weights(STACKED, 0), STACKED, rules)
+        put = functools.partial(put_batch, rules=rules, has_parts=True)
+        found = [jax.device_get(run(params, put(p.batch))) for p in packed]
+    return len(packed), functools.reduce(
+        lambda a, b: (jax.tree.map(np.add, a[0], b[0]), a[1] + b[1]), found
+    )
+
+
+@pytest.mark.thorough
+def test_a_mixture_does_not_depend_on_shared_prefixes_and_1f1b():
+    n_want, want = pipelined("gpipe", {}, TRAIN, shared=False)
+    n_got, got = pipelined("1f1b", dict(stage=2), PIPELINE, shared=True)
+    assert n_got < n_want
+    assert_same(got, want)
