@@ -7,8 +7,8 @@ Hardware: one node of 8 H100.
 
 Data, batches and lengths are those of configs/geo3k_qwen3_vl_8b.py. Adapters are on all linear
 layers of the language model; the tower, the projector and the base are frozen. Their rank is 32,
-the largest that the gates of the linear attention allow. Their scale, 1/2, and the learning rate are
-those of verl's example of LoRA on images.
+the largest that the gates of the linear attention allow. Their scale, 1/2, and the learning rate
+are those of verl's example of LoRA on images.
 
 Mesh: fsdp 8. The rollout has 8 replicas of one GPU.
 

@@ -13,7 +13,8 @@ from jaxrl.data.preferences import pair_maker
 from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import load_tokenizer
-from tests.data.images.pictures import QWEN, QWEN_CONFIG, QWEN_IMAGE, TEMPLATE, TOKENS
+from scripts.make_tiny_vlm import TEMPLATE
+from tests.data.images.pictures import QWEN, QWEN_CONFIG, QWEN_IMAGE, TOKENS
 
 
 @pytest.fixture(scope="session")
