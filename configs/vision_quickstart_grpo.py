@@ -5,9 +5,9 @@
     uv run python -m jaxrl.sft --config=configs/vision_quickstart.py
     uv run python -m jaxrl.train --config=configs/vision_quickstart_grpo.py
 
-The first phase is supervised fine-tuning; this one starts from its export, runs/vision_quickstart/hf.
-The reward is 1 for the right number of squares. Validation: greedy answers to 128 pictures that are
-not in the training set.
+The first phase is supervised fine-tuning; this one starts from its export,
+runs/vision_quickstart/hf. The reward is 1 for the right number of squares. Validation: greedy
+answers to 128 pictures that are not in the training set.
 
 Minutes and result: not measured to the end. From a first phase of only 600 steps, greedy accuracy
 0.47 before training and 0.48 after 50 steps: the model has to count most pictures right before

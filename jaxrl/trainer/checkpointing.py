@@ -11,9 +11,9 @@ from jaxrl.checkpoint.errors import CheckpointError, one_line
 from jaxrl.learner.state import averaged, checkpoint_state
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.adapter import save_adapter
+from jaxrl.models.files.export_form import copied_tensors
 from jaxrl.models.files.hf_config import config_path
 from jaxrl.models.files.hf_save import save_model
-from jaxrl.models.files.export_form import copied_tensors
 from jaxrl.models.files.kept_record import warn_of_change
 from jaxrl.report import write_report
 from jaxrl.runtime.folder_lock import FolderLockError
