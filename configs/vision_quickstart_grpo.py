@@ -9,9 +9,9 @@ The first phase is supervised fine-tuning; this one starts from its export,
 runs/vision_quickstart/hf. The reward is 1 for the right number of squares. Validation: greedy
 answers to 128 pictures that are not in the training set.
 
-Minutes and result: not measured to the end. From a first phase of only 600 steps, greedy accuracy
-0.47 before training and 0.48 after 50 steps: the model has to count most pictures right before
-(docs/how_to/vision.md).
+Minutes and result: 72 seconds on 2 cores, from the checkpoint of step 550 of the first phase
+(docs/how_to/vision.md). Greedy accuracy 0.89 before training, 0.91 after 5 steps, 0.89 after 10,
+0.91 after 20, 0.98 after 25, 0.93 after 40.
 """
 
 from ml_collections import ConfigDict
@@ -22,13 +22,13 @@ from jaxrl.config import default_config
 def get_config() -> ConfigDict:
     config = default_config()
     config.name = "vision_quickstart_grpo"
-    config.total_steps = 150
+    config.total_steps = 40
     config.model.path = "runs/vision_quickstart/hf"
 
     config.data.train = ("data/pictures/train.parquet",)
     config.data.val = ("data/pictures/val.parquet",)
     config.data.images = True
-    config.data.prompts_per_step = 64
+    config.data.prompts_per_step = 32
     config.data.max_prompt_len = 96
     config.data.max_response_len = 8
 
@@ -39,13 +39,13 @@ def get_config() -> ConfigDict:
 
     config.reward.functions = ("last_number",)
 
-    config.learner.lr = 2e-3
+    config.learner.lr = 1e-3
     config.learner.warmup_steps = 10
     config.learner.weight_decay = 0.0
     config.learner.token_budget = 2048
     config.learner.halvings = 0
     config.learner.remat = "none"
 
-    config.eval.every = 25
+    config.eval.every = 5
     config.checkpoint.best_metric = "val/reward"
     return config
