@@ -18,10 +18,11 @@ if __name__ == "__main__":  # answers a mistyped argument before the imports tha
 from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.tracking.json_lines import JsonLines, json_safe
+from jaxrl.tracking.sample_images import write_images
 from jaxrl.trainer.core import sampling_seed
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
-from jaxrl.trainer.phases.rewards import RewardErrors, sample_records
+from jaxrl.trainer.phases.rewards import RewardErrors, images_of, sample_records
 from jaxrl.trainer.phases.sampling import score
 from jaxrl.trainer.setup.opening import open_evaluation
 from jaxrl.types import ScoredRollout
@@ -89,6 +90,7 @@ def write(folder: Path, summary: dict, rollouts: Sequence[ScoredRollout]) -> Non
     samples = JsonLines(folder / "samples.jsonl", resume_step=None)
     samples.write(*sample_records(rollouts, kind="evaluation"))
     samples.close()
+    write_images(folder, images_of(rollouts))
     (folder / "summary.json").write_text(json.dumps(json_safe(summary), indent=2) + "\n")
 
 

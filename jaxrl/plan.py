@@ -179,6 +179,7 @@ def _plan(job: Job) -> Plan:
             job.machine,
             role_decoders=job.role_decoders,
             workload=job.workload,
+            tower=job.tower,
             lengths=job.lengths,
             on_start=_report_progress,
         )

@@ -29,6 +29,8 @@ class ImageInput:
     n_tokens: int  # placeholders in the prompt
     digest: str  # SHA-256 of patches and grid, for prefix caching
     load: Callable[[], np.ndarray] = dataclasses.field(repr=False, compare=False)
+    # A small JPEG for people; None: the image has no picture
+    preview: Callable[[], bytes] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def patches(self) -> np.ndarray:

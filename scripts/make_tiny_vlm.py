@@ -40,13 +40,14 @@ PROCESSOR = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+# A template as vision-language models have it; IMAGE is what the family writes for an image
 TEMPLATE = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
 {% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif -%}
 <|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""".replace("IMAGE", "".join(IMAGE))
+{% endif %}"""
 
 
 def main() -> None:
@@ -75,7 +76,8 @@ def write_tiny_vlm(folder: Path, width: int, n_layers: int, *, seed: int = 0) ->
         write_json(folder / "tokenizer_config.json", names)
         write_json(folder / "generation_config.json", {"eos_token_id": SPECIAL.index("<|im_end|>")})
         write_json(folder / "preprocessor_config.json", PROCESSOR)
-        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        template = TEMPLATE.replace("IMAGE", "".join(IMAGE))
+        (folder / "chat_template.jinja").write_text(template)
         write_json(folder / "config.json", config)
     return count_params(decoder_specs(decoder)) + count_params(tower_specs(tower))
 

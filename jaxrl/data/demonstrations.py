@@ -33,6 +33,7 @@ from jaxrl.data.chat.row_messages import (
     as_messages,
     check_text_only,
     columns_of_prompt,
+    columns_of_text,
     not_learned,
     prompt_of,
     tools_of,
@@ -42,7 +43,7 @@ from jaxrl.data.chat.turns import MaskedTokens, render_turns
 from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.placeholders import Placeholders
 from jaxrl.data.images.reader import ImageReader, read_images
-from jaxrl.data.images.references import IMAGE_COLUMNS
+from jaxrl.data.images.references import IMAGE_COLUMNS, ImageReference, mark_images
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
@@ -87,14 +88,14 @@ def _reading(row: Mapping[str, Any]) -> Reading:
     return Reading([*prompt, completion_column(row), *IMAGE_COLUMNS], learns=True)
 
 
-def _message_columns(row: Mapping[str, Any]) -> list[str]:
-    """The columns of the text of a conversation, in their order."""
+def _mark(row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], list[ImageReference]]:
+    """The row with the places of the images of its conversation, and the images."""
     if column := columns.first(row, CONVERSATION_COLUMNS):
-        return [column]
+        return mark_images(row, [column], place)
     if is_text(row):
-        return [TEXT_COLUMN]
-    prompt = columns.first(row, GIVEN_COLUMNS)
-    return ["history", prompt, *("input",) * (prompt == "instruction"), completion_column(row)]
+        return mark_images(row, [TEXT_COLUMN], place)
+    prompt = columns_of_text(row, columns.first(row, GIVEN_COLUMNS))
+    return mark_images(row, [*prompt, completion_column(row)], place)
 
 
 def max_len_text(data: DataConfig) -> str:
@@ -113,7 +114,7 @@ def make_demonstrations(
 ) -> list[Demonstration]:
     """The demonstrations of the rows; what is left out goes to `dropped`."""
     found: list[Demonstration] = []
-    rows, every = read_images(rows, images, _message_columns, dropped)
+    rows, every = read_images(rows, images, _mark, dropped)
     for row, inputs in zip(rows, every, strict=True):
         if is_text(row.columns):
             if inputs:
@@ -129,7 +130,9 @@ def make_demonstrations(
         for tokens, loss_mask in rendered:
             shown: Sequence[ImageInput] = ()
             if places := renderer.images:
-                tokens, loss_mask, shown = _expand(tokens, loss_mask, inputs, places, row.place)
+                tokens, loss_mask, shown = expand_images(
+                    tokens, loss_mask, inputs, places, row.place
+                )
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
                     dropped.lengths.append(len(tokens))
@@ -147,7 +150,7 @@ def make_demonstrations(
     return found
 
 
-def _expand(
+def expand_images(
     tokens: np.ndarray,
     loss_mask: np.ndarray,
     inputs: Sequence[ImageInput],

@@ -9,6 +9,7 @@ A row of any file type has one of these forms; other columns are named at the st
   label
   margin              optional: how much better `chosen` is, for reward models
   system, history     optional, as in jaxrl/data/demonstrations.py
+  images | image      optional: images of the prompt, or of both conversations
 
 Conversations may repeat the prompt of their row: with a system message before it, after earlier
 turns, or with other white space.
@@ -22,10 +23,12 @@ from typing import Any
 
 from jaxrl.config.choices import PAIR_COLUMNS
 from jaxrl.config.keys import DataConfig
+from jaxrl.data.chat.dialects import role_of
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
 from jaxrl.data.chat.row_messages import (
     check_text_only,
     columns_of_prompt,
+    columns_of_text,
     prompt_of,
     tools_of,
     with_system,
@@ -37,19 +40,23 @@ from jaxrl.data.demonstrations import (
     completion_column,
     completion_of,
     demonstration,
+    expand_images,
     max_len_text,
     rendered_turns,
 )
 from jaxrl.data.dropped import Dropped
-from jaxrl.data.images.reader import ImageReader
+from jaxrl.data.images.placeholders import n_images
+from jaxrl.data.images.reader import ImageReader, read_images
+from jaxrl.data.images.references import IMAGE_COLUMNS, ImageReference, mark_images
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
 from jaxrl.json_text import Message
-from jaxrl.types import Demonstration
+from jaxrl.types import Demonstration, ImageInput
 
 LABEL = "label"
+_SIDES = ("chosen", "rejected")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +89,19 @@ def pair_maker(
     """Makes the pairs of rows. `stop` are the tokens that end an answer.
 
     With `takes_labels` a row may have one answer with a label instead; else that is refused.
+    `images` reads the images of rows for the model; None refuses rows with images.
 
     A pair with a conversation over max_prompt_len + max_response_len tokens is dropped with
     data.filter_overlong_prompts and raises ValueError otherwise. So do rows without the required
-    columns, and `images`.
+    columns.
     """
-    if images is not None:
-        raise ValueError(
-            "config.data.images: preference data with images is not supported; images are read in "
-            "supervised fine-tuning. Set data.images=False"
-        )
     make = functools.partial(
-        make_pairs, renderer=renderer, data=data, stop=stop, takes_labels=takes_labels
+        make_pairs,
+        renderer=renderer,
+        data=data,
+        stop=stop,
+        takes_labels=takes_labels,
+        images=images,
     )
     return ItemMaker("pairs", max_len_text(data), data.columns, make, Usage(_reading))
 
@@ -103,8 +111,9 @@ def _reading(row: Mapping[str, Any]) -> Reading:
     prompt = columns_of_prompt(row, columns.first(row, GIVEN_COLUMNS))
     if is_labelled(row):
         note = "each answer is learned by its label, without a pair"
-        return Reading([*prompt, completion_column(row), LABEL], note=note)
-    return Reading([*prompt, *PAIR_COLUMNS])
+        names = [*prompt, completion_column(row), LABEL, *IMAGE_COLUMNS]
+        return Reading(names, note=note)
+    return Reading([*prompt, *PAIR_COLUMNS, *IMAGE_COLUMNS])
 
 
 def make_pairs(
@@ -115,10 +124,12 @@ def make_pairs(
     data: DataConfig,
     stop: Sequence[int],
     takes_labels: bool,
+    images: ImageReader | None = None,
 ) -> list[Pair | Labelled]:
-    """The pairs of the rows; the lengths of dropped ones go to `dropped`."""
+    """The pairs of the rows; what is left out goes to `dropped`."""
     pairs: list[Pair | Labelled] = []
-    for row in rows:
+    rows, every = read_images(rows, images, _mark, dropped)
+    for row, inputs in zip(rows, every, strict=True):
         tools = tools_of(row.columns, row.place)
         labelled = is_labelled(row.columns)
         if labelled and not takes_labels:
@@ -129,7 +140,7 @@ def make_pairs(
             )
         sides = labelled_answer if labelled else conversations
         answers = [
-            _answer(row, messages, renderer, stop, tools)
+            _answer(row, messages, renderer, stop, tools, inputs)
             for messages in sides(row.columns, row.place)
         ]
         n_tokens = max(len(d.prompt_tokens) + len(d.tokens) for d in answers)
@@ -149,6 +160,29 @@ def make_pairs(
     return pairs
 
 
+def _mark(row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], list[ImageReference]]:
+    """The row with the places of the images of its conversations, and the images of each."""
+    prompt = columns_of_text(row, columns.first(row, GIVEN_COLUMNS))
+    sides = [completion_column(row)] if is_labelled(row) else list(_SIDES)
+    whole = [side for side in sides if _is_whole(row.get(side))]  # they repeat the prompt, if any
+    texts = [[side] if side in whole else [*prompt, side] for side in sides]
+    texts += [prompt] * bool(whole and row.get(prompt[-1]))
+    marked = [mark_images(row, names, place) for names in texts]
+    first, references = marked[0]
+    if any(images != references for _, images in marked):
+        raise ValueError(
+            f"{place}: {', '.join(sides)} and the prompt have different images; the images of a "
+            "pair are those of its prompt. Correct or remove the row"
+        )
+    changed = {name: own[name] for own, _ in marked for name in own if own[name] != row.get(name)}
+    return first | changed, references
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether the value of a side is a conversation, with its question."""
+    return isinstance(value, list) and any(role_of(m) == "user" for m in value)
+
+
 def conversations(row: dict[str, Any], place: str) -> tuple[Conversation, Conversation]:
     """(chosen, rejected), each including the prompt.
 
@@ -163,7 +197,7 @@ def conversations(row: dict[str, Any], place: str) -> tuple[Conversation, Conver
             "data.columns, for example to chosen:NAME,rejected:NAME"
         )
     prompt = prompt_of(row, place, GIVEN_COLUMNS) or ()
-    chosen, rejected = (_conversation(prompt, row, side, place) for side in ("chosen", "rejected"))
+    chosen, rejected = (_conversation(prompt, row, side, place) for side in _SIDES)
     if _are_equal(chosen[:-1], rejected[:-1]):
         rejected = (*chosen[:-1], rejected[-1])  # one prompt, also in its white space
     if chosen == rejected:
@@ -173,7 +207,7 @@ def conversations(row: dict[str, Any], place: str) -> tuple[Conversation, Conver
 
 def is_labelled(row: Mapping[str, Any]) -> bool:
     """Whether a row has one answer with a label, and no pair."""
-    has_pair = any(row.get(name) is not None for name in ("chosen", "rejected"))
+    has_pair = any(row.get(name) is not None for name in _SIDES)
     return not has_pair and row.get(LABEL) is not None and bool(completion_column(row))
 
 
@@ -260,8 +294,15 @@ def _answer(
     renderer: ChatRenderer,
     stop: Sequence[int],
     tools: Tools,
+    images: Sequence[ImageInput],
 ) -> Demonstration:
-    """A conversation whose last turn is learned."""
-    given = range(len(messages) - 1)
+    """A conversation whose last turn is learned. Raises ValueError for an image in that turn."""
+    given, fields = range(len(messages) - 1), {}
+    if images and n_images(messages[-1:]):
+        raise ValueError(f"{row.place}: an answer has an image; only prompts have images")
     [(tokens, mask)] = rendered_turns(messages, renderer, stop, tools, row.place, given=given)
-    return demonstration(row.number, tokens, mask, source=source_of(row.columns))
+    if places := renderer.images:
+        tokens, mask, images = expand_images(tokens, mask, images, places, row.place)
+        fields = places.fields(tokens, images)
+    found = demonstration(row.number, tokens, mask, source=source_of(row.columns))
+    return dataclasses.replace(found, **fields)

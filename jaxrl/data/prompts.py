@@ -30,13 +30,14 @@ from jaxrl.data.chat.row_messages import (
     as_messages,
     check_text_only,
     columns_of_prompt,
+    columns_of_text,
     prompt_of,
     tools_of,
 )
 from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.placeholders import Placeholders, n_images
 from jaxrl.data.images.reader import ImageReader, read_images
-from jaxrl.data.images.references import IMAGE_COLUMNS
+from jaxrl.data.images.references import IMAGE_COLUMNS, ImageReference, mark_images
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
@@ -99,7 +100,7 @@ def make_prompts(
 ) -> list[Prompt]:
     """The prompts of the rows, rendered together; what is left out goes to `dropped`."""
     prompts = []
-    rows, found = read_images(rows, images, _message_columns, dropped)
+    rows, found = read_images(rows, images, _mark, dropped)
     asked = [question_of(row.columns, row.place) for row in rows]
     offered = [tools_of(row.columns, row.place) for row in rows]
     rendered = _tokens(rows, asked, offered, renderer, data)
@@ -131,12 +132,9 @@ def make_prompts(
     return prompts
 
 
-def _message_columns(row: Mapping[str, Any]) -> list[str]:
-    """The columns of the text of a prompt, in their order."""
-    column, _ = _prompt_column(row)
-    if not isinstance(row.get(column), str):
-        return [column]
-    return ["history", column, *("input",) * (column == "instruction")]
+def _mark(row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], list[ImageReference]]:
+    """The row with the places of the images of its prompt, and the images."""
+    return mark_images(row, columns_of_text(row, _prompt_column(row)[0]), place)
 
 
 def _expand(

@@ -214,7 +214,11 @@ def reinforcement(found: Migration) -> None:
     probabilities(found, "data.prompt_probs")
     if found.get("data.apply_chat_template", False) is not True:
         rendered_prompts(found)
-    columns = (("prompt", found.get("data.input_key")), ("answer", found.get("data.label_key")))
+    columns = (
+        ("prompt", found.get("data.input_key")),
+        ("answer", found.get("data.label_key")),
+        ("images", images(found)),
+    )
     found.config["data.columns"] = tuple(
         f"{ours}:{name}" for ours, name in columns if name not in (None, "input", "label", ours)
     )
@@ -259,6 +263,21 @@ def reinforcement(found: Migration) -> None:
             "set schedule.mode to partial, or to async with schedule.rollout_devices",
             "schedule.mode",
         )
+
+
+def images(found: Migration) -> str | None:
+    """The column of images, if OpenRLHF reads them: it does for another number than 0."""
+    if not found.number("data.max_images_per_prompt", 0):
+        return None
+    found.config["data.images"] = True
+    found.note(
+        DIFFERS, "data.max_images_per_prompt", "every image of a row is read, whatever their number"
+    )
+    if not found.get("actor.freeze_visual_encoder", False):
+        found.note(
+            DIFFERS, "actor.freeze_visual_encoder", "the vision tower and its projector are frozen"
+        )
+    return found.get("data.image_key")
 
 
 def rendered_prompts(found: Migration) -> None:

@@ -130,7 +130,6 @@ UNBIASED_KLS = {"k1": "k1+", "k2": "k2", "k3": "k3+"}  # the value of each, the 
 NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {  # name: value without effect, reason, keys
     "actor.optim": ("adam", "DeepSpeed's Muon scales its updates in its own way",
                     ("learner.optimizer",)),
-    "data.max_images_per_prompt": (0, "jaxrl trains on text only", ()),
     "model.nll_loss_coef": (0, "jaxrl's preference losses have no such term", ()),
     "model.pretrain_mode_enable": (False, "rows of the column `text` are trained on whole", ()),
     "ref.model_name_or_path": (None, "the reference of preference pairs is the initial policy", ()),

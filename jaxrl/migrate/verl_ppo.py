@@ -137,13 +137,14 @@ def data(found: Migration) -> None:
     data_files(found)
     names = (("prompt", "prompt_key"), ("data_source", "reward_fn_key"))
     columns = [(ours, found.get(f"data.{key}")) for ours, key in names]
+    columns.append(("images", images(found)))
     if renamed := tuple(f"{ours}:{name}" for ours, name in columns if name not in (None, ours)):
         found.config["data.columns"] = renamed
-    for name in ("image_key", "video_key", "audio_key"):
+    for name in ("video_key", "audio_key"):
         if found.has(f"data.{name}"):
             found.refuse(
                 f"data.{name}",
-                f"jaxrl trains on text only; add ~data.{name} if the rows have nothing but text",
+                f"jaxrl reads text and images only; add ~data.{name} if the rows have nothing else",
             )
     if found.has("data.custom_cls.path"):
         found.refuse(
@@ -151,6 +152,22 @@ def data(found: Migration) -> None:
             "a dataset class has no counterpart; write its rows to a file, and add "
             "~data.custom_cls.path",
         )
+
+
+def images(found: Migration) -> str | None:
+    """The column of images, if the run names it, as verl's scripts for images do."""
+    if not found.has("data.image_key"):
+        return None
+    found.config["data.images"] = True
+    for name in ("min_pixels", "max_pixels"):
+        found.carry(f"data.mm_processor_kwargs.{name}", f"data.image_kwargs.{name}")
+    if found.get(ACTOR + "freeze_vision_tower", False) is not True:
+        found.note(
+            DIFFERS,
+            ACTOR + "freeze_vision_tower",
+            "the vision tower and its projector are frozen here, and have no adapters",
+        )
+    return found.get("data.image_key")
 
 
 def batch(found: Migration) -> None:

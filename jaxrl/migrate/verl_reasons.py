@@ -66,9 +66,15 @@ REASONS: Reasons = (
     ),
     (
         r".*\.(moe_z_loss_coeff|router_replay\..*|mtp\..*|qat\..*"
-        r"|freeze_vision_tower|freeze_moe_router)",
+        r"|freeze_moe_router)",
         NONE,
         "jaxrl does not have it yet",
+    ),
+    (r".*\.freeze_vision_tower", UNNEEDED, "the tower is always frozen"),
+    (
+        r"data\.mm_processor_kwargs.*",
+        NONE,
+        "data.image_kwargs sets what the model's image processor reads",
     ),
     (
         r"actor_rollout_ref\.rollout\.(gpu_memory_utilization)",

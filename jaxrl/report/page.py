@@ -1,5 +1,6 @@
 """The report page: text and tables; page.js draws the charts and the table of samples."""
 
+import base64
 import html
 import json
 from pathlib import Path
@@ -21,14 +22,16 @@ from jaxrl.report.record import (
     thin_samples,
 )
 from jaxrl.tracking.first_samples import MarkedText
+from jaxrl.tracking.sample_images import NAME
 
 MAX_NAME_CHARS = 300
 MAX_VALUE_CHARS = 10_000  # of a config value
 
 FIELDS = (
     *("step", "kind", "prompt_id", "source", "prompt", "completion", "answer", "reward", "finish"),
-    "error",
+    *("error", "images"),
 )
+MAX_PICTURE_BYTES = 8_000_000  # of all images in a page together
 MAX_PART_CHARS = 20_000  # of a part of a first sample
 
 
@@ -71,6 +74,7 @@ def page_data(record: Record, folder: str, *, live: bool = False) -> dict[str, A
         "n_keys": len(record.config),
         "charts": charts,
         "samples": sample_rows(record),
+        "pictures": pictures(record, live=live),
         "fields": FIELDS,
     }
 
@@ -83,8 +87,38 @@ def sample_rows(record: Record) -> list[list[Any]]:
     return [[sample_field(sample, name, limit) for name in FIELDS] for sample in samples]
 
 
-def sample_field(sample: dict[str, Any], name: str, limit: int) -> str | int | float | None:
-    """A field of a sample as the script expects it: a number, or text of at most `limit`."""
+def pictures(record: Record, *, live: bool) -> dict[str, str]:
+    """Address of each image of the samples: its data, or its file if a server has the run folder.
+
+    Images beyond MAX_PICTURE_BYTES, and those that are not in the run folder, are left out.
+    """
+    samples, found, n_bytes = thin_samples(record.samples), {}, 0
+    for name in dict.fromkeys(name for sample in samples for name in image_names(sample)):
+        path = (record.run_dir or Path()) / name
+        if not path.is_file():
+            continue
+        n_bytes += 0 if live else path.stat().st_size
+        if n_bytes > MAX_PICTURE_BYTES:
+            break
+        data = "" if live else base64.b64encode(path.read_bytes()).decode()
+        found[name] = name if live else f"data:image/jpeg;base64,{data}"
+    return found
+
+
+def image_names(sample: dict[str, Any]) -> list[str]:
+    """The files of a sample's images, below the run folder."""
+    names = sample.get("images")
+    names = names if isinstance(names, list) else []
+    return [name for name in names if isinstance(name, str) and NAME.fullmatch(name)]
+
+
+def sample_field(sample: dict[str, Any], name: str, limit: int) -> Any:
+    """A field of a sample as the script expects it: a number, or text of at most `limit`.
+
+    `images` is a list of names.
+    """
+    if name == "images":
+        return image_names(sample)
     value = sample.get(name, "")
     if name == "step":
         return step_of(sample)

@@ -26,6 +26,7 @@ class Record:
     config: dict[str, Any]  # dotted key -> value; {} if there is no config.json
     series: dict[str, Points]  # metric -> all points
     samples: list[dict[str, Any]]
+    run_dir: Path | None = None  # where the images of the samples are
     first_samples: list[tuple[int, list[MarkedText]]] = dataclasses.field(default_factory=list)
 
     @property
@@ -56,6 +57,7 @@ def read_record(run_dir: Path) -> Record:
         config=read_config(run_dir / "config.json"),
         series=read_series(read_lines(run_dir / "metrics.jsonl")),
         samples=[sample for sample in samples if step_of(sample) is not None],
+        run_dir=run_dir,
         first_samples=read_first_samples(run_dir),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 from jaxrl.report.document import embedded
 from jaxrl.report.page import page_data, render
 from jaxrl.report.record import Record, read_record
+from jaxrl.tracking.sample_images import NAME
 
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl")
 REQUEST_S = 10.0  # for a request and its answer
@@ -40,6 +41,12 @@ class RunPage:
                 data = embedded(page_data(self._record(), self._name, live=True))
                 self._version, self._data = version, data.encode()
             return version, self._data
+
+    def image(self, path: str) -> bytes | None:
+        """The file of an image of the samples; None for another path."""
+        name = path.removeprefix("/")
+        file = self.run_dir / name
+        return file.read_bytes() if NAME.fullmatch(name) and file.is_file() else None
 
     def version(self) -> str:
         """Changes whenever a file of the run changes."""
@@ -88,6 +95,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self._answer(304, "application/json", b"", ETag=version)
             else:
                 self._answer(200, "application/json", data, ETag=version)
+        elif (image := self.server.run_page.image(self.path)) is not None:
+            self._answer(200, "image/jpeg", image)
         else:
             self._answer(404, "text/plain", b"there are / and /data\n")
 

@@ -11,6 +11,7 @@ from jaxrl.checkpoint.errors import CheckpointError, one_line
 from jaxrl.learner.state import averaged, checkpoint_state
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.adapter import save_adapter
+from jaxrl.models.files.export_form import copied_tensors
 from jaxrl.models.files.hf_config import config_path
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.files.kept_record import warn_of_change
@@ -67,6 +68,8 @@ def check_disk(core: Core) -> None:
     exported = [core.state.params] * (1 + bool(core.cfg.learner.ema))
     exported += [] if core.learner.critic is None else [core.learner.critic.params]
     n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(exported))
+    copied = copied_tensors(core.models.folders.policy)  # such as a vision tower
+    n_bytes += sum(tensor.n_bytes for tensor in copied.values())
     warning = core.checkpoints.check_room(
         saved_state(core),
         n_saves=n_saves,

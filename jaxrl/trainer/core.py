@@ -25,10 +25,12 @@ from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.tracking.logger import Logger
-from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
+from jaxrl.tracking.sample_images import write_images
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale, images_of, sample_records
 from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.session import Session
 from jaxrl.types import Demonstration, ScoredRollout, TrainState
+from sharding.hosts import is_main_process
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -145,6 +147,12 @@ class Core:
         clock.step, clock.step_restartable = clock.step + 1, True
         self.logger.metrics(clock.step, metrics | clock.take_seconds())
         self.session.progress.steps(clock.step, clock.total_steps)
+
+    def log_samples(self, step: int, scored: Sequence[ScoredRollout], *, kind: str) -> None:
+        """Logs sampled responses, with small copies of their images if the run writes JSONL."""
+        if "jsonl" in self.cfg.log.loggers and is_main_process():
+            write_images(self.cfg.run_path, images_of(scored))
+        self.logger.samples(step, sample_records(scored, kind=kind))
 
     def speed_metrics(self, n_tokens: int, trained: Sequence[Packed]) -> dict[str, float]:
         """perf/tokens_per_s of the step, perf/tokens_per_s_per_device and perf/mfu_actor.

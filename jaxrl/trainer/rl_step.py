@@ -7,7 +7,7 @@ from jaxrl.trainer.core import Run
 from jaxrl.trainer.evaluation import validation_metrics
 from jaxrl.trainer.first_samples import show_first_samples
 from jaxrl.trainer.phases.experience import make_experience, score
-from jaxrl.trainer.phases.rewards import RewardsFailed, sample_records
+from jaxrl.trainer.phases.rewards import RewardsFailed
 from jaxrl.trainer.phases.sampling import (
     Collected,
     chosen_groups,
@@ -56,7 +56,7 @@ def train_step(run: Run) -> None:
     core.end_step(metrics, n_tokens=collected.n_tokens, trained=trained)
     if core.clock.refresh_due:
         refresh_reference(core)
-    core.logger.samples(core.clock.step, sample_records(collected.sampled, kind="train"))
+    core.log_samples(core.clock.step, collected.sampled, kind="train")
 
 
 def validate(run: Run) -> None:
@@ -71,7 +71,7 @@ def validate(run: Run) -> None:
     check_rewards(run, scored, f"validation after step {clock.step}", step=clock.step, kind="val")
     clock.validated_at, clock.val_metrics = clock.step, validation_metrics(scored, core.cfg.eval)
     core.logger.metrics(clock.step, clock.val_metrics | clock.take_seconds())
-    core.logger.samples(clock.step, sample_records(scored, kind="val"))
+    core.log_samples(clock.step, scored, kind="val")
 
 
 def check_rewards(
@@ -81,5 +81,5 @@ def check_rewards(
     try:
         run.reward_errors.check(scored, where)
     except RewardsFailed:
-        run.core.logger.samples(step, sample_records(scored, kind=kind))
+        run.core.log_samples(step, scored, kind=kind)
         raise

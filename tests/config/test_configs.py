@@ -45,6 +45,8 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 DEVICES = {
     "boba_1p5b": 128,
     "boba_7b": 192,
+    "geo3k_qwen3_vl_8b": 8,
+    "geo3k_qwen3_5_9b_lora": 8,
     "grpo_7b": 64,
     "grpo_7b_h100": 64,
     "ppo_7b": 64,
@@ -76,7 +78,7 @@ def test_config_resolves_for_the_devices_in_its_docstring(name):
 def test_the_docstring_of_a_config_has_its_command(name):
     doc = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text())) or ""
     programs = {"sft": "sft", "vision": "sft", "dpo": "dpo", "reward": "reward_model"}
-    program = programs.get(name.split("_")[0], "train")
+    program = "train" if name.endswith("_grpo") else programs.get(name.split("_")[0], "train")
     assert f"python -m jaxrl.{program} --config=configs/{name}.py" in doc
     assert importlib.import_module(f"configs.{name}").get_config() is not None
 
@@ -167,6 +169,7 @@ def test_the_critic_of_a_large_model_type_checks_on_an_abstract_mesh(no_compiler
         ("boba_1p5b", 1_777_088_000),
         ("boba_7b", 7_615_616_512),
         ("grpo_llama_70b_longctx", 70_553_706_496),
+        ("geo3k_qwen3_vl_8b", 8_190_735_360),
     ],
 )
 def test_a_benchmark_case_fits_its_gpus_by_the_formulas_of_the_planner(name, n_params):

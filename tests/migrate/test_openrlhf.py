@@ -73,7 +73,7 @@ def test_offline_programs_are_known(program, module, arguments, key, value):
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--train.agent_func_path a.py", "--train.async_enable", "--data.max_images_per_prompt 4"],
+    ["--train.agent_func_path a.py", "--train.async_enable"],
 )
 def test_what_needs_other_work_is_refused(arguments):
     name = arguments.split()[0].lstrip("-")
@@ -81,6 +81,15 @@ def test_what_needs_other_work_is_refused(arguments):
         setting.startswith(name)
         for setting in refused(migrate("train_ppo_ray", f"{PPO} {arguments}"))
     )
+
+
+def test_images_are_read_if_prompts_may_have_any():
+    images = "--data.image_key pictures --data.max_images_per_prompt"
+    found = migrate("train_ppo_ray", f"{PPO} {images} 2")
+    assert found.config["data.images"] is True and not refused(found)
+    assert "images:pictures" in found.config["data.columns"]
+    config = migrate("train_ppo_ray", f"{PPO} {images} 0").config
+    assert "data.images" not in config and "images:pictures" not in config["data.columns"]
 
 
 def test_a_run_without_data_is_refused():

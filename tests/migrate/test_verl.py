@@ -13,7 +13,7 @@ from jaxrl.config.schema import keys
 from jaxrl.migrate import verl_names
 from jaxrl.migrate.__main__ import main
 from jaxrl.migrate.config_file import check, text
-from jaxrl.migrate.migration import REFUSED, Migration
+from jaxrl.migrate.migration import DIFFERS, REFUSED, Migration
 from jaxrl.migrate.settings import Settings, hydra
 from jaxrl.migrate.shell_expansion import mark
 from jaxrl.migrate.verl import translate
@@ -316,13 +316,26 @@ def test_keys_without_a_counterpart_are_listed(capsys):
         ("algorithm.use_pf_ppo", True, ""),
         ("trainer.val_only", True, ""),
         (ROLLOUT + "ignore_eos", True, ""),
-        ("data.image_key", "images", ""),
+        ("data.video_key", "videos", ""),
     ],
 )
 def test_what_no_config_can_mean_is_refused_unless_the_key_is_given(name, value, ours, capsys):
     found = migrate(NEEDED | {name: value})
     (note,) = [note for note in found.notes if note.kind == REFUSED]
     assert note.setting == f"{name}={value}" and (ours in note.ours or not ours)
+
+
+def test_images_are_read_from_the_column_that_the_run_names():
+    name = "data.mm_processor_kwargs.max_pixels"
+    found = migrate(NEEDED | {"data.image_key": "pictures", name: 4096})
+    assert found.config["data.images"] is True and not notes(found, REFUSED)
+    assert found.config["data.columns"] == ("images:pictures",)
+    assert found.config["data.image_kwargs.max_pixels"] == 4096
+    tower = ACTOR + "freeze_vision_tower"
+    assert "are frozen here" in notes(found, DIFFERS)[tower]
+    frozen = migrate(NEEDED | {"data.image_key": "images", tower: True})
+    assert "data.columns" not in frozen.config and not notes(frozen, DIFFERS)
+    assert "data.images" not in migrate(NEEDED | {"data.image_key": None}).config
 
 
 def test_verl_without_any_key_keeps_the_defaults_of_verl():

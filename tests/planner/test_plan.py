@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl import plan as plan_command
 from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import MeshConfig, RoleConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
@@ -47,6 +48,7 @@ from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.saved_plan import check_config
+from jaxrl.planner.sizes import Job
 from jaxrl.planner.topology import Topology, topology
 from sharding import bytes_per_device, make_mesh
 from tests.models.resized import resized
@@ -155,6 +157,16 @@ def test_jobs_without_a_plan_are_rejected(words, message):
 
 
 @pytest.mark.thorough
+def test_the_command_plans_the_tower_of_a_run_with_images(monkeypatch):
+    given = {}
+    monkeypatch.setattr(plan_command, "make_plan", lambda *_, **named: given.update(named))
+    folder = str(ROOT / "tests/models/vision/golden/qwen3_vl")
+    tower, text = tower_shape(folder), model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
+    machine = Topology("h100", "gpu", CHIPS["h100"], [None])
+    plan_command._plan(Job(run(), text, machine, Lengths(8, 8), tower=tower))
+    assert given["tower"] == tower
+
+
 def test_the_tower_and_features_of_images_are_counted():
     text = model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
     cfg, workload = (

@@ -19,7 +19,7 @@ from jaxrl.report import write_report
 from jaxrl.report.__main__ import main
 from jaxrl.report.charts import MAX_LINES, chart_data
 from jaxrl.report.curve import write_curve_svg
-from jaxrl.report.page import FIELDS, page_data
+from jaxrl.report.page import FIELDS, MAX_PICTURE_BYTES, page_data
 from jaxrl.report.record import cut, read_record, thin, thin_samples
 from jaxrl.tracking.first_samples import write_first_samples
 
@@ -338,3 +338,22 @@ def test_a_run_with_many_rewards_draws_a_bounded_number_of_lines(tmp_path):
     metrics = {"step": 1, "reward/mean": 0.5} | {f"reward/r{i}": 0.5 for i in range(5000)}
     charts, _ = chart_data(read_record(write_run(tmp_path / "x", [metrics])))
     assert len(charts[0]["lines"]) <= MAX_LINES + 1
+
+
+def test_images_of_samples_are_in_the_page_and_only_those_of_the_run_folder(tmp_path):
+    names = [f"images/{digit * 16}.jpg" for digit in "0123"]
+    hostile = ["../config.json", "images/../metrics.jsonl", 7, "images/0.jpg"]
+    records = [sample(1, images=[*names, *hostile]), sample(1, images="x"), sample(2)]
+    write_run(tmp_path / "run", [{"step": 1, "time": 1.0, "reward/mean": 0.5}], records)
+    (tmp_path / "run" / "images").mkdir()
+    for name, size in zip(names, (3, 5, MAX_PICTURE_BYTES), strict=False):  # not the last one
+        (tmp_path / "run" / name).write_bytes(b"x" * size)
+    page = page_data(read_record(tmp_path / "run"), "run")
+    assert page["pictures"] == {
+        names[0]: "data:image/jpeg;base64,eHh4",
+        names[1]: "data:image/jpeg;base64,eHh4eHg=",
+    }
+    at = FIELDS.index("images")
+    assert [row[at] for row in page["samples"]] == [names, [], []]
+    live = page_data(read_record(tmp_path / "run"), "run", live=True)["pictures"]
+    assert live == {name: name for name in names[:3]}

@@ -68,6 +68,16 @@ def test_requests_for_another_host_name_are_refused(server):
     assert get(server, "/other")[0] == 404
 
 
+def test_images_of_samples_are_served_and_no_other_file(server, tmp_path):
+    folder = tmp_path / "run" / "images"
+    folder.mkdir(parents=True)
+    (folder / f"{'a' * 16}.jpg").write_bytes(b"jpeg")
+    status, _, text = get(server, f"/images/{'a' * 16}.jpg")
+    assert (status, text) == (200, "jpeg")
+    for path in (f"/images/{'b' * 16}.jpg", "/images/../config.json", "/images/"):
+        assert get(server, path)[0] == 404
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
 def test_half_a_request_does_not_hold_up_others(server, sent):
     with socket.create_connection(("127.0.0.1", server.server_port)) as half:

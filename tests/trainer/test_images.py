@@ -61,6 +61,10 @@ def test_the_trainer_computes_the_logprobs_of_the_engine(config, change):
     gaps = values(config.run_dir, "mismatch/logp_diff_max")
     assert len(gaps) == 2 and max(gaps) < 1e-4
     assert len(values(config.run_dir, "val/reward")) == 2
+    lines = (Path(config.run_dir) / "samples.jsonl").read_text().splitlines()
+    named = {name for line in map(json.loads, lines) for name in line["images"]}
+    assert named == {f"images/{file.name}" for file in Path(config.run_dir, "images").iterdir()}
+    assert len(named) == 8  # four colours in two sizes
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ def columns_of_prompt(row: Mapping[str, Any], column: str) -> list[str]:
     return [name for name in names if row.get(name) is not None]
 
 
+def columns_of_text(row: Mapping[str, Any], column: str) -> list[str]:
+    """The columns of the text of the prompt in `column`, in the order of its turns."""
+    if not isinstance(row.get(column), str):
+        return [column]
+    return ["history", column, *("input",) * (column == "instruction")]
+
+
 def _history(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
     """The earlier turns of a prompt: pairs of question and answer, or messages."""
     turns: Any = row.get("history") or []

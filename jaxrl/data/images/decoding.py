@@ -14,6 +14,8 @@ _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 8 bits p
 _NETWORK = re.compile(r"(?!file:|data:)[A-Za-z][\w+.-]*://")
 _DATA_URL = re.compile(r"data:[^,]*;base64\s*,", re.IGNORECASE)
 
+PREVIEW_SIZE = 256  # pixels of the longer side
+
 ImageSource = bytes | Path  # an encoded image, or the file that has it
 
 
@@ -89,6 +91,15 @@ def decode(encoded: bytes, name: str, max_pixels: int) -> Any:
     except Exception as error:  # decoders raise many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnusableImageError(f"{name} cannot be decoded ({reason})") from error
+
+
+def preview(source: ImageSource, name: str, max_pixels: int) -> bytes:
+    """A small JPEG of an image, for people. Raises UnusableImageError, as `decode`."""
+    image = decode(read_source(source), name, max_pixels)
+    image.thumbnail((PREVIEW_SIZE, PREVIEW_SIZE))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90)
+    return file.getvalue()
 
 
 def _check_form(image: Any, name: str, max_pixels: int) -> None:

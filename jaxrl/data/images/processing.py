@@ -17,7 +17,13 @@ from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.config.packages import install_advice
-from jaxrl.data.images.decoding import ImageSource, UnusableImageError, decode, read_source
+from jaxrl.data.images.decoding import (
+    ImageSource,
+    UnusableImageError,
+    decode,
+    preview,
+    read_source,
+)
 from jaxrl.data.images.placeholders import Placeholders
 from jaxrl.json_text import read_object, shown
 from jaxrl.types import Grid, ImageInput
@@ -69,7 +75,8 @@ class ImageProcessor:
         patches, grid, n_tokens = self._processed(source, name)
         digest = _digest(patches, grid)
         load = functools.partial(self.load, source, name, digest)
-        return ImageInput(grid, n_tokens, digest, load)
+        shown = functools.partial(preview, source, name, self._max_pixels)
+        return ImageInput(grid, n_tokens, digest, load, shown)
 
     def load(self, source: ImageSource, name: str, digest: str) -> Float32[np.ndarray, "P F"]:
         """The patches of an image. Raises ValueError if they are not those of `digest`."""

@@ -18,7 +18,8 @@ from jaxrl.data.sources.rows import SourceRow
 from jaxrl.types import ImageInput
 
 RowImages = tuple[SourceRow, tuple[ImageInput, ...]]  # a row with marked places, its images
-MessageColumns = Callable[[Mapping[str, Any]], Sequence[str]]  # of a row, in order
+# (columns of a row, its place) -> as `mark_images`, for the columns of its messages
+Marker = Callable[[Mapping[str, Any], str], tuple[dict[str, Any], list[ImageReference]]]
 
 
 class ImageReader:
@@ -42,9 +43,7 @@ class ImageReader:
         )
         self.placeholders = self._processor.placeholders(tokenizer)
 
-    def read(
-        self, rows: Sequence[SourceRow], columns: MessageColumns, dropped: Dropped
-    ) -> list[RowImages]:
+    def read(self, rows: Sequence[SourceRow], mark: Marker, dropped: Dropped) -> list[RowImages]:
         """The rows with IMAGE at the places of their images, and these images.
 
         Raises ValueError with the place for a row whose images cannot be used. With
@@ -52,7 +51,7 @@ class ImageReader:
         form are left out, and their errors go to `dropped`.
         """
         with ThreadPoolExecutor(os.cpu_count()) as threads:  # decoders and numpy release the GIL
-            found = list(threads.map(lambda row: self._read_row(row, columns), rows))
+            found = list(threads.map(lambda row: self._read_row(row, mark), rows))
         dropped.errors += [str(one) for one in found if isinstance(one, UnusableImageError)]
         return [one for one in found if not isinstance(one, UnusableImageError)]
 
@@ -68,8 +67,8 @@ class ImageReader:
         )
         return marked["messages"], images
 
-    def _read_row(self, row: SourceRow, columns: MessageColumns) -> RowImages | UnusableImageError:
-        marked, references = mark_images(row.columns, columns(row.columns), row.place)
+    def _read_row(self, row: SourceRow, mark: Marker) -> RowImages | UnusableImageError:
+        marked, references = mark(row.columns, row.place)
         try:
             images = tuple(
                 self._image(reference, row.place, i, self._advice)
@@ -97,7 +96,7 @@ class ImageReader:
 
 
 def read_images(
-    rows: Sequence[SourceRow], images: ImageReader | None, columns: MessageColumns, dropped: Dropped
+    rows: Sequence[SourceRow], images: ImageReader | None, mark: Marker, dropped: Dropped
 ) -> tuple[Sequence[SourceRow], Sequence[tuple[ImageInput, ...]]]:
     """(the rows with the places of their images marked, the images of each row).
 
@@ -105,5 +104,5 @@ def read_images(
     """
     if images is None:
         return rows, [()] * len(rows)
-    pairs = images.read(rows, columns, dropped)
+    pairs = images.read(rows, mark, dropped)
     return [row for row, _ in pairs], [inputs for _, inputs in pairs]

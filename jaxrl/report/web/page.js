@@ -1,5 +1,5 @@
 // ---------------------------------------------------------------- samples
-let samples = [];
+let samples = [], pictures = {};
 const isGood = (sample) => sample.reward > 0.5;
 const pill = (sample) => el("span", { class: isGood(sample) ? "pill good" : "pill" }, short(sample.reward));
 
@@ -15,6 +15,9 @@ function textBlock(text, query = "") {
   node.append(text.slice(at));
   return node;
 }
+/** The images of a sample's prompt. */
+const images = (sample) => el("div", { class: "images" }, ...(sample.images || []).filter((name) => pictures[name])
+  .map((name) => el("img", { src: pictures[name], alt: "image of the prompt", loading: "lazy" })));
 /** Buttons that page through `count` items; calls show(first, end) whenever the page changes. */
 class Pager {
   constructor(node, perPage, show) {
@@ -68,7 +71,7 @@ function answerCell(sample, step, withPrompt) {
   const head = el("h4", {}, `step ${step}`, pill(sample));
   if (sample.error) head.append(el("span", { class: "error" }, sample.error));
   const cell = el("div", {}, head);
-  if (withPrompt) cell.append(el("h4", {}, sample.prompt));
+  if (withPrompt) cell.append(images(sample), el("h4", {}, sample.prompt));
   cell.append(textBlock(sample.completion));
   return cell;
 }
@@ -83,7 +86,7 @@ const pairNames = { all: "all", better: "improved", worse: "got worse", right: "
 let found = null, pairs = [];
 const pairPager = new Pager(byId("pair-pager"), 8, (first, end) => {
   byId("pair-rows").replaceChildren(...pairs.slice(first, end).map(([a, b]) => {
-    const prompt = el("div", {}, el("h4", {}, a.source), textBlock(a.prompt));
+    const prompt = el("div", {}, el("h4", {}, a.source), images(a), textBlock(a.prompt));
     if (a.answer) prompt.append(el("h4", {}, `answer ${a.answer}`));
     const cells = [answerCell(a, found.first, !found.same), answerCell(b, found.last, !found.same)];
     const row = el("div", { class: "pair" }, ...(found.same ? [prompt, ...cells] : cells));
@@ -119,7 +122,7 @@ const pager = new Pager(byId("pager"), 15, (first, end) => {
     const step = el("td", { class: "step" }, String(s.step), el("small", {}, kinds[s.kind] || s.kind));
     const completion = el("td", {}, textBlock(s.completion, query));
     if (s.error) completion.append(el("div", { class: "error" }, s.error));
-    return el("tr", {}, step, el("td", {}, pill(s)), el("td", {}, String(s.source)), el("td", {}, textBlock(s.prompt, query)), completion, el("td", {}, String(s.answer)), el("td", {}, String(s.finish)));
+    return el("tr", {}, step, el("td", {}, pill(s)), el("td", {}, String(s.source)), el("td", {}, images(s), textBlock(s.prompt, query)), completion, el("td", {}, String(s.answer)), el("td", {}, String(s.finish)));
   }));
   byId("none").hidden = rows.length > 0;
 });
@@ -154,6 +157,7 @@ function showSamples() {
 /** Shows the data of a run: the first time, and again when there is more of it. */
 function show(data) {
   showCharts(data.charts);
+  pictures = data.pictures;
   samples = data.samples.map((row) => Object.fromEntries(data.fields.map((name, i) => [name, row[i]])));
   showPairs();
   showSamples();

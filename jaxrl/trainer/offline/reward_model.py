@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algorithms.losses.preference import PairLoss, advantages, bradley_terry, centering
-from jaxrl.config.keys import PreferenceConfig
-from jaxrl.data.preferences import Pair, pair_maker
+from jaxrl.config.keys import PreferenceConfig, RunConfig
+from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.images.reader import ImageReader
+from jaxrl.data.items import ItemMaker
+from jaxrl.data.preferences import Labelled, Pair, pair_maker
 from jaxrl.learner.reward_model import last_scores, scored_sequence
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.dpo import completions_of, preference_metrics
@@ -68,15 +71,25 @@ def to_sequence(item: Demonstration) -> TrainingSample:
     return scored_sequence(np.concatenate([item.prompt_tokens, item.tokens]), item.id)
 
 
+def _maker(
+    renderer: ChatRenderer, cfg: RunConfig, *, stop: Sequence[int], images: ImageReader | None
+) -> ItemMaker[Pair | Labelled]:
+    if images is not None:
+        raise ValueError(
+            "config.data.images: reward models of images are not supported, because they are "
+            "exported as text classifiers. Set data.images=False, or learn the preferences with "
+            "jaxrl.dpo"
+        )
+    return pair_maker(renderer, cfg.data, stop=stop)
+
+
 UNUSED_PREFERENCES = tuple(
     f"preference.{field.name}"
     for field in dataclasses.fields(PreferenceConfig)
     if field.name not in ("margin_weight", "center_coef")
 )
 REWARD_MODEL = OfflineObjective(
-    maker=lambda renderer, cfg, *, stop, images: pair_maker(
-        renderer, cfg.data, stop=stop, images=images
-    ),
+    maker=_maker,
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="seq_mean_token_sum",

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl.algorithms.losses.preference import kto_labelled
 from jaxrl.data.demonstrations import to_sample
+from jaxrl.data.images.mrope import continue_text
 from jaxrl.data.preferences import Labelled, Pair
 from jaxrl.trainer.offline.objective import OfflineRun, logps
 from jaxrl.trainer.phases.experience import policy_logps, reference_logps
@@ -108,6 +109,15 @@ def with_prompts(
                 prompt_tokens=other.prompt_tokens,
                 tokens=completion.tokens[:n],
                 loss_mask=completion.loss_mask[:n],
+                images=other.images,
+                axis_positions=_axis_positions(other, len(completion.tokens[:n])),
             )
         )
     return found
+
+
+def _axis_positions(prompt: Demonstration, n: int) -> np.ndarray | None:
+    """Positions by axis of its prompt and of `n` tokens of text; None if it has none."""
+    if prompt.axis_positions is None:
+        return None
+    return continue_text(prompt.axis_positions[:, : len(prompt.prompt_tokens)], n)

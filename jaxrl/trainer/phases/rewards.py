@@ -15,11 +15,13 @@ from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.reward_shaping import length_penalty, soft_overlong, stop_properly
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
+from jaxrl.data.images.placeholders import IMAGE
 from jaxrl.learner.reward_model import PART
 from jaxrl.rewards.functions import metric_names
+from jaxrl.tracking.sample_images import image_name
 from jaxrl.tracking.samples import printable
 from jaxrl.trainer.phases.advantage import RewardParts
-from jaxrl.types import Reward, Rollout, ScoredRollout
+from jaxrl.types import ImageInput, Reward, Rollout, ScoredRollout
 from sharding import hosts
 
 MAX_WARNINGS = 10  # kinds of errors
@@ -358,14 +360,22 @@ def sample_records(rollouts: Sequence[ScoredRollout], *, kind: str) -> list[dict
     return [_sample_record(r, kind) for r in rollouts]
 
 
+def images_of(scored: Sequence[ScoredRollout]) -> list[ImageInput]:
+    """The images of the prompts."""
+    return [placed.image for one in scored for placed in one.rollout.prompt.images]
+
+
 def _sample_record(scored: ScoredRollout, kind: str) -> dict[str, Any]:
     rollout, prompt = scored.rollout, scored.rollout.prompt
+    question = (rollout.prompt_messages or prompt.messages)[-1]["content"]
+    images = [image_name(placed.image) for placed in prompt.images]
     return {
         "kind": kind,
         "prompt_id": prompt.id,
         "sample": rollout.sample,
         "source": prompt.source,
-        "prompt": (rollout.prompt_messages or prompt.messages)[-1]["content"],
+        "prompt": question.replace(IMAGE, "<image>") if images else question,
+        **({"images": images} if images else {}),
         "completion": rollout.text,
         "answer": prompt.answer_text,
         "reward": scored.reward.value,

@@ -17,7 +17,6 @@ from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.rewards import (
     Group,
     add_length_penalties,
-    sample_records,
     solved_prompts,
     split_flat,
     split_groups,
@@ -145,7 +144,7 @@ def chosen_groups(run: Run, collected: Collected) -> tuple[list[Group], np.ndarr
     scored = reward(run, greedy)
     step = run.core.clock.step + 1
     if failed := [r for r in scored if r.error]:
-        run.core.logger.samples(step, sample_records(failed, kind="greedy"))
+        run.core.log_samples(step, failed, kind="greedy")
     run.reward_errors.check(scored, f"greedy baseline of step {step}")
     rewarded = iter(add_length_penalties(scored, cfg))
     valid = [valid_samples([next(rewarded)] if group else [], cfg.reward) for group in groups]

@@ -9,10 +9,12 @@ from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.items import load_items
+from jaxrl.data.preferences import pair_maker
 from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import load_tokenizer
-from tests.data.images.pictures import QWEN, QWEN_CONFIG, QWEN_IMAGE, TEMPLATE, TOKENS
+from scripts.make_tiny_vlm import TEMPLATE
+from tests.data.images.pictures import QWEN, QWEN_CONFIG, QWEN_IMAGE, TOKENS
 
 
 @pytest.fixture(scope="session")
@@ -43,11 +45,11 @@ def template(tmp_path_factory):
 
 
 @pytest.fixture
-def make_maker(qwen_folder, template):
-    """make_maker(**data): the maker of prompts for a model of Qwen's family."""
+def open_data(qwen_folder, template):
+    """open_data(**data): (config of the data, renderer, reader) of a model of Qwen's family."""
     tokenizer = load_tokenizer(qwen_folder)
 
-    def make(**options):
+    def open_(**options):
         data = DataConfig(**options)
         reader = ImageReader(qwen_folder, tokenizer, data)
         renderer = ChatRenderer(
@@ -56,6 +58,17 @@ def make_maker(qwen_folder, template):
             special_tokens=data.special_tokens,
             images=reader.placeholders,
         )
+        return data, renderer, reader
+
+    return open_
+
+
+@pytest.fixture
+def make_maker(open_data):
+    """make_maker(**data): the maker of prompts."""
+
+    def make(**options):
+        data, renderer, reader = open_data(**options)
         return prompt_maker(renderer, data, images=reader)
 
     return make
@@ -64,6 +77,16 @@ def make_maker(qwen_folder, template):
 @pytest.fixture
 def load(make_maker):
     return lambda *sources, **options: load_items(sources, make_maker(**options))
+
+
+@pytest.fixture
+def load_pairs(open_data):
+    def load(*sources, **options):
+        data, renderer, reader = open_data(**options)
+        maker = pair_maker(renderer, data, stop=(2,), takes_labels=True, images=reader)
+        return load_items(sources, maker)
+
+    return load
 
 
 @pytest.fixture

@@ -5,16 +5,10 @@ import io
 import numpy as np
 from PIL import Image
 
+from scripts.make_tiny_vlm import PROCESSOR
+
 TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]  # 267, 268, 269
-QWEN = {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-    "size": {"shortest_edge": 64, "longest_edge": 4096},
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
+QWEN = PROCESSOR | {"size": {"shortest_edge": 64, "longest_edge": 4096}}
 GEMMA3 = {
     "image_processor_type": "Gemma3ImageProcessor",
     "size": {"height": 16, "width": 16},
@@ -47,14 +41,6 @@ GEMMA4_CONFIG = {
     "eoi_token_id": 268,
     "vision_config": {"patch_size": 4, "pooling_kernel_size": 2},
 }
-# A template as vision-language models have it; IMAGE is what the family writes for an image
-TEMPLATE = """\
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
-{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif -%}
-<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 

@@ -2,12 +2,14 @@
 
 import base64
 import dataclasses
+import io
 import logging
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from jaxrl.data.content import content
 from jaxrl.data.images.placeholders import IMAGE
@@ -225,3 +227,9 @@ def test_a_mapped_column_has_the_images_and_the_root_is_a_folder(load, tmp_path)
     assert counts(prompt) == [3]
     with pytest.raises(ValueError, match=r"data\.image_root = .*none is not a folder"):
         load(path, image_root=str(tmp_path / "none"))
+
+
+def test_previews_are_small_jpegs(load, tmp_path):
+    [prompt] = load(write(tmp_path, {"prompt": user("?"), "images": [encoded(picture(24, 600))]}))
+    shown = Image.open(io.BytesIO(prompt.images[0].image.preview()))
+    assert shown.format == "JPEG" and shown.size == (10, 256)  # 24 x 256 / 600 is 10.2

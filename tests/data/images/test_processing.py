@@ -10,8 +10,9 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.images.placeholders import IMAGE
 from jaxrl.data.images.processing import ImageProcessor
 from jaxrl.data.tokenizer import load_tokenizer
+from scripts.make_tiny_vlm import TEMPLATE
 from tests.data.images import pictures
-from tests.data.images.pictures import TEMPLATE, encoded, picture
+from tests.data.images.pictures import encoded, picture
 
 WIDE = encoded(picture(25, 9))
 

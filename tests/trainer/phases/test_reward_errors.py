@@ -98,7 +98,7 @@ def test_an_error_is_shown_with_its_lines_the_response_and_the_row(capsys):
 
 def test_samples_are_logged_before_their_errors_end_the_run():
     logged = []
-    core = types.SimpleNamespace(logger=types.SimpleNamespace(samples=lambda *a: logged.append(a)))
+    core = types.SimpleNamespace(log_samples=lambda *a, kind: logged.append((*a, kind)))
     run = object.__new__(Run)
     object.__setattr__(run, "core", core)
     object.__setattr__(run, "reward_errors", RewardErrors(0.5))
@@ -107,8 +107,8 @@ def test_samples_are_logged_before_their_errors_end_the_run():
     assert not logged  # the end of the step logs them
     with pytest.raises(RewardsFailed, match="step 3: the rewards of 2 of 3"):
         check_rewards(run, rollouts, "step 3", step=3, kind="train")
-    [(step, records)] = logged
-    assert step == 3 and [record["error"] for record in records] == ["a", "b", ""]
+    [(step, found, kind)] = logged
+    assert (step, kind) == (3, "train") and [one.error for one in found] == ["a", "b", ""]
 
 
 def test_errors_of_one_kind_differ_in_numbers_and_quoted_texts():
