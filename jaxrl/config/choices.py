@@ -165,6 +165,7 @@ REWARDS = (
     "exact",
     "format",
     "gsm8k",
+    "judge",
     "last_number",
     "math",
     "reasoning_gym",

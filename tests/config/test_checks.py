@@ -413,6 +413,16 @@ WRONG = [
         "do not fit the longest row, reward_model.token_budget=64",
     ),
     (dict(reward__clip=(1.0,)), "reward.clip=(1.0,) is no range"),
+    (
+        dict(reward__judge__model="m", reward__judge__attempts=2),
+        "reward.judge.model='m', reward.judge.attempts=2 but reward.functions=",
+        "has no 'judge'; add it, or omit these keys",
+    ),
+    (
+        dict(reward__functions=("judge",), reward__judge__model="m", reward__judge__url="judge"),
+        "'judge' but reward.judge.rubric is empty; set it, for example 'rubric.yaml'",
+        "reward.judge.url='judge' is no URL",
+    ),
     (dict(reward__clip=(1.0, -1.0)), "reward.clip=(1.0, -1.0) is no range"),
     (dict(reward__functions=("maths",)), "did you mean 'math'?", "package.module:function"),
     (dict(reward__functions=()), "reward.functions is empty"),

@@ -12,6 +12,7 @@ from jaxrl.config.choices import (
     TRUNCATIONS,
 )
 from jaxrl.config.keys.devices import RoleConfig
+from jaxrl.config.keys.judge import JudgeConfig
 from jaxrl.config.schema import Value, key
 
 
@@ -214,6 +215,7 @@ class RewardConfig:
         ge=0,
         le=1,
     )
+    judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
 
 
 @dataclasses.dataclass(frozen=True)

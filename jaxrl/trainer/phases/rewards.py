@@ -306,6 +306,7 @@ def reward_metrics(rollouts: Sequence[ScoredRollout], cfg: RewardConfig) -> dict
     return means | {
         "reward/errors": float(sum(bool(r.error) for r in rollouts)),
         **{f"reward/{name}": mean for name, mean in part_means(valid).items()},
+        **{f"reward/{name}": total for name, total in count_sums(rollouts).items()},
         **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
         "rollout/entropy": sampling_entropy(sampled),
         "rollout/response_len": float(np.mean([len(r.tokens) for r in sampled])),
@@ -329,6 +330,15 @@ def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         for name, value in r.reward.parts.items():
             parts[name].append(value)
     return {name: float(np.mean(values)) for name, values in parts.items()}
+
+
+def count_sums(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Sum of each count of the reward functions, over all rollouts, also failed ones."""
+    sums: collections.Counter[str] = collections.Counter()
+    for r in rollouts:
+        for name, value in r.reward.counts.items():
+            sums[name] += value
+    return dict(sums)
 
 
 def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:

@@ -107,7 +107,9 @@ def open_rewards(
 ) -> RewardPool:
     """The pool of reward functions, after checks of the columns and truths of the prompts."""
     decode = functools.partial(models.renderer.decode, skip_special=False)
-    rewards = session.stack.enter_context(RewardPool(session.cfg.reward, decode, own=own))
+    rewards = session.stack.enter_context(
+        RewardPool(session.cfg.reward, decode, own=own, run_folder=session.cfg.run_path)
+    )
     rewards.check_columns(prompts)
     report_truths(session.cfg, rewards, [*prompts, *more], session.progress)
     return rewards
