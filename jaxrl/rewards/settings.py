@@ -38,7 +38,7 @@ def _settings(spec: str, cfg: RewardConfig, run_folder: Path | None) -> CallSett
 
 def judge_options(cfg: JudgeConfig, run_folder: Path | None) -> dict[str, Any]:
     """The keyword arguments of the reward judge that the keys set."""
-    cached = cfg.cache and run_folder is not None
+    cache = str(run_folder.absolute() / FOLDER) if cfg.cache and run_folder is not None else ""
     return {
         "url": cfg.url,
         "model": cfg.model,
@@ -51,5 +51,5 @@ def judge_options(cfg: JudgeConfig, run_folder: Path | None) -> dict[str, Any]:
         "attempts": cfg.attempts,
         "requests": cfg.concurrency,
         "api_key_env": cfg.api_key_env,
-        "cache": str(run_folder.absolute() / FOLDER) if cached else "",
+        "cache": cache,
     }

@@ -51,7 +51,8 @@ def ask(url, rubric, response="4", extra=None, truth="4", **options):
         url=url,
         model="m",
         rubric=rubric,
-        **{"attempts": 1} | options,
+        attempts=options.pop("attempts", 1),
+        **options,
     )
     return asyncio.run(asked)
 

@@ -43,10 +43,12 @@ def test_a_run_learns_a_rubric_and_leaves_out_responses_without_a_verdict(judge_
     judge_config.total_steps, judge_config.data.prompts_per_step = 12, 8
     judge_config.learner.lr = 1e-2
     train(resolve(judge_config))
-    steps = [m for m in metrics(judge_config) if "reward/mean" in m]
+    steps = [m for m in metrics(judge_config.run_dir) if "reward/mean" in m]
     scores = [m["reward/judge/letters"] for m in steps]
     assert np.mean(scores[-3:]) > np.mean(scores[:3]) + 0.5
-    before, *_, after = [m["val/reward"] for m in metrics(judge_config) if "val/reward" in m]
+    before, *_, after = [
+        m["val/reward"] for m in metrics(judge_config.run_dir) if "val/reward" in m
+    ]
     assert after > before + 0.3
     failures = sum(m["reward/judge/failures"] for m in steps)
     assert failures > 0

@@ -31,6 +31,25 @@ def reward_warnings(run: RunConfig) -> list[str]:
     ]
 
 
+def calibration_errors(run: RunConfig) -> list[str]:
+    """What is missing to compare a judge with labels."""
+    if any(function.partition("?")[0] == "judge" for function in run.reward.functions):
+        return []
+    return [
+        f"eval.judge_labels={run.eval.judge_labels!r} but reward.functions="
+        f"{run.reward.functions} has no 'judge'; set reward.functions=('judge',)"
+    ]
+
+
+def only_evaluation_errors(run: RunConfig) -> list[str]:
+    """Keys that training does not read."""
+    if not run.eval.judge_labels:
+        return []
+    return [
+        f"eval.judge_labels={run.eval.judge_labels!r} is for jaxrl.evaluate; omit it in training"
+    ]
+
+
 def _function_errors(run: RunConfig) -> list[str]:
     errors, reward = [], run.reward
     if reward.weights and len(reward.weights) != len(reward.functions):

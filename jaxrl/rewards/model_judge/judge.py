@@ -19,7 +19,13 @@ from jaxrl.rewards.model_judge.rubric import Rubric, read_rubric
 from jaxrl.rewards.verifiers.ground_truth import as_text
 
 FIRST_WAIT_S = 0.5  # before the second attempt; doubled for each further one
-_COUNTS = dict.fromkeys(("requests", "cached", "failures", "prompt_tokens", "completion_tokens"), 0)
+_COUNTS: dict[str, int] = {
+    "requests": 0,
+    "cached": 0,
+    "failures": 0,
+    "prompt_tokens": 0,
+    "completion_tokens": 0,
+}
 _MARGIN_S = 5.0  # for reading requests and verdicts
 _MAX_SHOWN = 200  # characters of a verdict in an error message
 
@@ -90,12 +96,12 @@ class Verdicts:
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             if text := self._cache.get(key):
-                return _result(rubric, rubric.read_verdict(text), _COUNTS | {"cached": 1})
+                return _result(rubric, rubric.read_verdict(text), {**_COUNTS, "cached": 1})
             return await self._request(rubric, body, key)
 
     async def _request(self, rubric: Rubric, body: Json, key: str) -> dict[str, Any]:
         """Asks the server, again after failures. Raises RewardFailed after the last one."""
-        counts = Counter(_COUNTS)
+        counts: Counter[str] = Counter(_COUNTS)
         for attempt in range(self._attempts):
             if attempt:
                 await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
