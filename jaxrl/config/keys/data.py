@@ -82,6 +82,22 @@ class DataConfig:
         "step remain; 0 = off",
         ge=0,
     )
+    pool_weights: tuple[float, ...] = key(
+        (),
+        "Curriculum: shares of hard, right and easy prompts in every step, such as (0.1, 0.8, "
+        "0.1), by the running mean reward of each prompt; () = off",
+        ge=0,
+    )
+    pool_edges: tuple[float, ...] = key(
+        (0.2, 0.8),
+        "Mean rewards below and above which prompts are hard and easy, with data.pool_weights",
+    )
+    pool_memory: float = key(
+        0.5,
+        "Weight of the earlier mean rewards of a prompt in its running one; 0 = only the last",
+        ge=0,
+        le=1,
+    )
     system_prompt: str = key(
         "", "System prompt added to every conversation that has none; '' = none"
     )

@@ -15,6 +15,7 @@ from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.reward_shaping import length_penalty, soft_overlong, stop_properly
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
+from jaxrl.data.iterator import PromptOutcome
 from jaxrl.learner.reward_model import PART
 from jaxrl.rewards.functions import metric_names
 from jaxrl.tracking.samples import printable
@@ -70,12 +71,12 @@ def split_flat(
     return kept, [group for group, yes in zip(groups, signal, strict=True) if not yes]
 
 
-def solved_prompts(groups: Sequence[Group], pass_rate: float) -> list[int]:
-    """Ids of the prompts whose mean reward, before shaping, is at least `pass_rate`."""
+def prompt_outcomes(groups: Sequence[Group]) -> list[PromptOutcome]:
+    """Id and mean reward, before shaping, of each prompt with valid samples."""
     return [
-        group[0].rollout.prompt.id
+        (group[0].rollout.prompt.id, float(np.mean([r.reward.value for r in group])))
         for group in groups
-        if group and np.mean([r.reward.value for r in group]) >= pass_rate
+        if group
     ]
 
 
@@ -334,7 +335,7 @@ def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
 
 def count_sums(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
     """Sum of each count of the reward functions, over all rollouts, also failed ones."""
-    sums: collections.Counter[str] = collections.Counter()
+    sums: dict[str, float] = collections.defaultdict(float)
     for r in rollouts:
         for name, value in r.reward.counts.items():
             sums[name] += value

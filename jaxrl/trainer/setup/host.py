@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.difficulty import DifficultyIterator
 from jaxrl.data.items import ItemMaker, load_items, load_sources
 from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems
 from jaxrl.data.mixing import MixedIterator, most_per_step, shares
@@ -171,7 +172,17 @@ def make_iterator[T](cfg: RunConfig, maker: ItemMaker[T]) -> Batches[T]:
     Raises the errors of the sources and of the maker.
     """
     data, size = cfg.data, cfg.data.prompts_per_step
-    skip = data.skip_solved > 0
+    if data.pool_weights:
+        return DifficultyIterator(
+            load_items(data.train, maker),
+            prompts_per_step=size,
+            shuffle=data.shuffle,
+            seed=cfg.seed,
+            weights=data.pool_weights,
+            edges=data.pool_edges,
+            memory=data.pool_memory,
+        )
+    skip = data.skip_solved
     if not data.weights and not data.streaming:
         items = load_items(data.train, maker)
         return BatchIterator(
