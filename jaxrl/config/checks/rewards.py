@@ -32,7 +32,7 @@ def reward_warnings(run: RunConfig) -> list[str]:
 
 
 def calibration_errors(run: RunConfig) -> list[str]:
-    """What is missing to compare a judge with labels."""
+    """One line if there is no judge to compare with labels."""
     if any(function.partition("?")[0] == "judge" for function in run.reward.functions):
         return []
     return [
