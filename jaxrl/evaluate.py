@@ -15,6 +15,7 @@ if __name__ == "__main__":  # answers a mistyped argument before the imports tha
     CONFIG = read(sys.argv[1:])
     begin_loading()
 
+from jaxrl.rewards.model_judge.calibration import calibrate
 from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.tracking.json_lines import JsonLines, json_safe
@@ -22,7 +23,12 @@ from jaxrl.tracking.sample_images import write_images
 from jaxrl.trainer.core import sampling_seed
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
-from jaxrl.trainer.phases.rewards import RewardErrors, images_of, sample_records
+from jaxrl.trainer.phases.rewards import (
+    RewardErrors,
+    RewardsFailed,
+    images_of,
+    sample_records,
+)
 from jaxrl.trainer.phases.sampling import score
 from jaxrl.trainer.setup.opening import open_evaluation
 from jaxrl.types import ScoredRollout
@@ -35,6 +41,8 @@ def evaluate(cfg: RunConfig, own_rewards: OwnFunctions | None = None) -> bool:
     `own_rewards` is as in `open_evaluation`. Returns False if it was interrupted. Then it writes no
     file. Raises RewardsFailed, after writing the files, if too many rewards failed.
     """
+    if cfg.eval.judge_labels:
+        return evaluate_judge(cfg)
     start = time.monotonic()
     try:
         with open_evaluation(cfg, own_rewards) as opened, stop_on_signals(opened.engines.stop):
@@ -64,6 +72,40 @@ def evaluate(cfg: RunConfig, own_rewards: OwnFunctions | None = None) -> bool:
         print(f"{signal}: no results were written", file=sys.stderr)
         return False
     return True
+
+
+def evaluate_judge(cfg: RunConfig) -> bool:
+    """Compares a judge with the labels of eval.judge_labels, and writes calibration.json.
+
+    Raises RewardsFailed, after writing the file, if the judge failed for too many responses.
+    """
+    folder = cfg.run_path
+    folder.mkdir(parents=True, exist_ok=True)
+    found = calibrate(cfg.reward, cfg.eval.judge_labels, folder)
+    (folder / "calibration.json").write_text(json.dumps(json_safe(found), indent=2) + "\n")
+    print(agreement_table(found["results"]))
+    errors = [one["error"] for one in found["verdicts"] if one["error"]]
+    n, most = len(found["verdicts"]), cfg.reward.max_error_fraction
+    print(f"{n} responses, {len(errors)} without a verdict; {folder / 'calibration.json'}")
+    if len(errors) > most * n:
+        raise RewardsFailed(
+            f"the judge failed for {len(errors)} of {n} responses, more than "
+            f"config.reward.max_error_fraction={most:g} allows. First error: {errors[0]}"
+        )
+    return True
+
+
+def agreement_table(results: dict[str, dict[str, float]]) -> str:
+    """One line per criterion, and one for the score."""
+    titles = ("agreement", "kappa", "spearman", "bias")
+    width = max([9, *map(len, results)])
+    lines = [f"{'criterion':<{width}}{'n':>7}" + "".join(f"{title:>11}" for title in titles)]
+    for name, found in results.items():
+        cells = [f"{found[title]:.3f}" if title in found else "" for title in titles]
+        lines.append(
+            f"{name:<{width}}{found['n']:>7.0f}" + "".join(f"{cell:>11}" for cell in cells)
+        )
+    return "\n".join(lines)
 
 
 def summarize(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> dict:

@@ -153,6 +153,7 @@ class Reward:
     value: float
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # score per reward function
     error: str = ""  # why a reward function failed; "" if none did
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # summed over a step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,6 +169,7 @@ REWARDS = (
     "exact",
     "format",
     "gsm8k",
+    "judge",
     "last_number",
     "math",
     "reasoning_gym",

@@ -21,7 +21,12 @@ from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.optimizer import optimizer_errors
 from jaxrl.config.checks.parts import part_errors
 from jaxrl.config.checks.preference import preference_errors, preference_warnings
-from jaxrl.config.checks.rewards import reward_errors, reward_warnings
+from jaxrl.config.checks.rewards import (
+    calibration_errors,
+    only_evaluation_errors,
+    reward_errors,
+    reward_warnings,
+)
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
 from jaxrl.config.checks.run import folder_errors, model_errors, run_errors
 from jaxrl.config.checks.schedule import schedule_errors, schedule_warnings
@@ -79,11 +84,15 @@ def resolve(
 def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     """As `resolve`, for evaluation on data.val only.
 
+    With eval.judge_labels only the keys of rewards are checked: no model is loaded.
     Keys that matter only to training are not checked, and the sections that load further models
     or adapters (algorithm, critic, lora) have their defaults.
     """
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     run, errors = build(RunConfig, values)
+    if run.eval.judge_labels:
+        raise_errors([*errors, *folder_errors(run), *reward_errors(run), *calibration_errors(run)])
+        return run
     if not run.data.val:
         errors.append("data.val is empty; set files, folders or a task such as 'task:addition'")
     if run.reward_model.path:
@@ -137,6 +146,7 @@ def validate(run: RunConfig) -> list[str]:
         *reward_errors(run),
         *preference_errors(run),
         *run_errors(run),
+        *only_evaluation_errors(run),
     ]
 
 

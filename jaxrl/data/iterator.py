@@ -8,6 +8,8 @@ import grain
 
 from jaxrl.types import Prompt
 
+PromptOutcome = tuple[int, float]  # id of a prompt, mean reward of its samples
+
 
 @runtime_checkable
 class Batches[T](Protocol):
@@ -20,10 +22,13 @@ class Batches[T](Protocol):
         """All items in the order of the dataset; of streamed ones the first rows' items."""
         ...
 
-    @property
-    def n_solved(self) -> int: ...
+    def record(self, outcomes: Iterable[PromptOutcome]) -> None:
+        """Takes the mean rewards of prompts, for a curriculum. No effect without one."""
+        ...
 
-    def mark_solved(self, ids: Iterable[int]) -> None: ...
+    def metrics(self) -> dict[str, float]:
+        """data/*: the state of the curriculum."""
+        ...
 
     def __iter__(self) -> Iterator[list[T]]: ...
 
@@ -40,9 +45,14 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
         if state.get(name) != value:
             raise ValueError(
                 f"the checkpoint's data iterator has {name} = {state.get(name)}, this run {value}; "
-                "resume with the data, seed, data.shuffle, data.skip_solved, data.weights and "
-                "data.prompts_per_step it was saved with, or start in a new run_dir"
+                "resume with the data, seed, data.shuffle, data.skip_solved, data.weights, "
+                "data.pool_* and data.prompts_per_step it was saved with, or start in a new run_dir"
             )
+
+
+def solved(outcomes: Iterable[PromptOutcome], mean_reward: float) -> list[int]:
+    """Ids of the prompts whose mean reward is at least `mean_reward`."""
+    return [prompt_id for prompt_id, mean in outcomes if mean >= mean_reward]
 
 
 class EndlessItems[T]:
@@ -129,9 +139,9 @@ class BatchIterator[T]:
     len(items) // prompts_per_step batches. The remainder is dropped: a different part of the data
     every epoch with `shuffle`, always the last items without.
 
-    `skip_solved` skips prompts that were marked as solved. The order then runs from one epoch into
-    the next without dropping a remainder. When fewer than a batch are unsolved, the marks are
-    cleared.
+    With `skip_solved` above 0, prompts whose mean reward reaches it are skipped. The order then
+    runs from one epoch into the next without dropping a remainder. When fewer than a batch are
+    unsolved, the marks are cleared.
 
     The order is a pure function of (seed, epoch), by grain's index shuffle in this process. The
     state is the number of batches (or prompts) consumed and the solved ids, so restoring is free.
@@ -144,7 +154,7 @@ class BatchIterator[T]:
         prompts_per_step: int,
         shuffle: bool,
         seed: int,
-        skip_solved: bool = False,
+        skip_solved: float = 0.0,
     ):
         self._endless = EndlessItems(items, shuffle=shuffle, seed=seed, min_left=prompts_per_step)
         self._size, self._skip = prompts_per_step, skip_solved
@@ -153,7 +163,7 @@ class BatchIterator[T]:
             "prompts_per_step": prompts_per_step,
             "shuffle": shuffle,
             "seed": seed,
-            "skip_solved": skip_solved,
+            "skip_solved": skip_solved > 0,
         }
         order = grain.MapDataset.source(range(len(items))).seed(seed)
         if shuffle:
@@ -168,15 +178,14 @@ class BatchIterator[T]:
         """All items, in the order of the dataset."""
         return self._endless.items
 
-    @property
-    def n_solved(self) -> int:
-        """Number of prompts that are skipped."""
-        return self._endless.n_solved
-
-    def mark_solved(self, ids: Iterable[int]) -> None:
-        """Skips these prompts from now on. No effect without `skip_solved`."""
+    def record(self, outcomes: Iterable[PromptOutcome]) -> None:
+        """Skips the solved prompts from now on. No effect without `skip_solved`."""
         if self._skip:
-            self._endless.mark_solved(ids)
+            self._endless.mark_solved(solved(outcomes, self._skip))
+
+    def metrics(self) -> dict[str, float]:
+        """Number of prompts that are skipped; {} without `skip_solved`."""
+        return {"data/solved": float(self._endless.n_solved)} if self._skip else {}
 
     def __iter__(self) -> "BatchIterator[T]":
         return self

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl.data.iterator import check_identity
+from jaxrl.data.iterator import PromptOutcome, check_identity, solved
 
 
 @runtime_checkable
@@ -45,7 +45,7 @@ class MixedIterator[T]:
         weights: Sequence[float],
         final_weights: Sequence[float] = (),
         ramp: int = 0,
-        skip_solved: bool = False,
+        skip_solved: float = 0.0,
         identity: Mapping[str, Any],
     ):
         """`identity` is the part of the state that must not change between a run and its resume."""
@@ -55,7 +55,7 @@ class MixedIterator[T]:
         self._identity = {
             "prompts_per_step": prompts_per_step,
             "weights": [self._weights, self._final, ramp],
-            "skip_solved": skip_solved,
+            "skip_solved": skip_solved > 0,
             **identity,
         }
         self._position = 0  # batches consumed
@@ -67,17 +67,17 @@ class MixedIterator[T]:
         """All items in the order of the sources; of a streamed source its first row's items."""
         return [item for source in self._sources for item in source.items]
 
-    @property
-    def n_solved(self) -> int:
-        """Number of prompts that are skipped."""
-        return sum(source.n_solved for source in self._sources)
-
-    def mark_solved(self, ids: Iterable[int]) -> None:
-        """Skips these prompts, each in its source. No effect without `skip_solved`."""
+    def record(self, outcomes: Iterable[PromptOutcome]) -> None:
+        """Skips the solved prompts, each in its source. No effect without `skip_solved`."""
         if self._skip:
-            ids = set(ids)
+            ids = set(solved(outcomes, self._skip))
             for source in self._sources:
                 source.mark_solved(ids)
+
+    def metrics(self) -> dict[str, float]:
+        """Number of prompts that are skipped; {} without `skip_solved`."""
+        n_solved = sum(source.n_solved for source in self._sources)
+        return {"data/solved": float(n_solved)} if self._skip else {}
 
     def __iter__(self) -> "MixedIterator[T]":
         return self

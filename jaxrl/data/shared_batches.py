@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxrl.data.iterator import Batches
+from jaxrl.data.iterator import Batches, PromptOutcome
 
 
 class SharedBatches[T]:
@@ -18,13 +18,13 @@ class SharedBatches[T]:
     def items(self) -> Sequence[T]:
         return self._batches.items
 
-    @property
-    def n_solved(self) -> int:
-        return self._batches.n_solved
-
-    def mark_solved(self, ids: Iterable[int]) -> None:
+    def record(self, outcomes: Iterable[PromptOutcome]) -> None:
         with self._lock:
-            self._batches.mark_solved(ids)
+            self._batches.record(outcomes)
+
+    def metrics(self) -> dict[str, float]:
+        with self._lock:
+            return self._batches.metrics()
 
     def __iter__(self) -> Iterator[list[T]]:
         return self

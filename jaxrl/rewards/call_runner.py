@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.calls import CallSignature, RewardResult, late, read_results, read_signatures
+from jaxrl.rewards.calls import (
+    CallSettings,
+    CallSignature,
+    RewardResult,
+    late,
+    read_results,
+    read_signatures,
+)
 from jaxrl.rewards.worker_thread import OwnFunctions, WorkerThread
 from jaxrl.subprocesses.channel import ProtocolError, wait
 from jaxrl.subprocesses.output import OutputLog
@@ -74,12 +81,12 @@ class CallRunner:
     def __init__(
         self,
         cfg: RewardConfig,
-        limits_s: Sequence[float],
+        settings: Sequence[CallSettings],
         output: OutputLog,
         own: OwnFunctions | None = None,
     ):
         self.signatures: list[CallSignature] = []  # of the functions
-        self._cfg, self._limits_s, self._output, self._own = cfg, limits_s, output, own
+        self._cfg, self._settings, self._output, self._own = cfg, settings, output, own
         self._workers: list[_Worker] = []
         self._queue: collections.deque[FunctionCall] = collections.deque()
         self._results: dict[CallKey, RewardResult] = {}  # not taken yet
@@ -167,7 +174,7 @@ class CallRunner:
             except WorkerFailed as error:
                 self._lost(str(error))
                 return
-            process.channel.send((self._cfg.functions, self._limits_s))
+            process.channel.send((self._cfg.functions, self._settings))
             self._workers.append(_Worker(process, time.monotonic() + START_TIMEOUT_S))
 
     def _start_worker(self, name: str) -> WorkerProcess | WorkerThread:
@@ -250,7 +257,7 @@ class CallRunner:
                 f"importing the reward functions took over {START_TIMEOUT_S:g} s; do less at import"
             )
         self._had_timeout = True
-        return late(self._limits_s[worker.calls[0][1].function])
+        return late(self._settings[worker.calls[0][1].function].limit_s)
 
     def _handle_all(self, worker: _Worker) -> None:
         while (message := worker.process.channel.receive()) is not None:
@@ -286,7 +293,7 @@ class CallRunner:
         if worker.running:
             _, call = worker.calls.popleft()
             for item in call.items:
-                self._results[item, call.function] = RewardResult(0.0, {}, error)
+                self._results[item, call.function] = RewardResult(0.0, {}, error, {})
         elif worker.calls or not worker.ready:
             self._lost(error)
         self._queue.extendleft(call for _, call in reversed(worker.calls))

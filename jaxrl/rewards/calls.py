@@ -11,14 +11,15 @@ its form if it has **kwargs. In TRL's form every other name is a column of the d
 
 A worker sends {"signatures": [[form, is_async, [name, ...], [name, ...], all_columns], ...]} or
 {"error": text} at startup, then for each call {"begin": number} and
-{"end": number, "results": [[score, {name: value}, error], ...]}. The first call of a request has a
-"begin"; a later one begins when the call before it ends.
+{"end": number, "results": [[score, {name: value}, error, {name: count}], ...]}. The first call of a
+request has a "begin"; a later one begins when the call before it ends.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl.subprocesses.channel import ProtocolError, is_text
@@ -26,15 +27,15 @@ from jaxrl.subprocesses.channel import ProtocolError, is_text
 MAX_SCORE = 3.4028234663852886e38  # the largest float32: advantages and losses have that type
 RewardFunction = Callable[..., Any]
 
-# The rendered prompt, and prompt plus response, both with special tokens.
-TEXT_ARGUMENTS = ("prompt_str", "query_str")
+# The rendered prompt, and prompt plus response, both with special tokens; the prompt's messages.
+MORE_ARGUMENTS = ("prompt_str", "query_str", "conversation")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL = ("prompts", "completions", "completion_ids")
 # Arguments of each form. A form is recognized by its second argument, the response. `timeout_s`
 # is the number of seconds that the call may take.
 FORMS = {
-    "verl": (*_VERL, *TEXT_ARGUMENTS, "timeout_s"),
-    "verl_batch": (*(f"{name}s" for name in (*_VERL, *TEXT_ARGUMENTS)), "timeout_s"),
+    "verl": (*_VERL, *MORE_ARGUMENTS, "timeout_s"),
+    "verl_batch": (*(f"{name}s" for name in (*_VERL, *MORE_ARGUMENTS)), "timeout_s"),
     "trl": (*_TRL, "timeout_s"),
 }
 _NOT_IN_TRL = ("trainer_state", "log_extra", "log_metric")  # TRL has them, they are no columns
@@ -63,6 +64,16 @@ class CallSignature(NamedTuple):
         return self.form != "verl"
 
 
+@dataclasses.dataclass(frozen=True)
+class CallSettings:
+    """The settings of the calls of one function."""
+
+    limit_s: float  # of a call; of one response for an async function without batches
+    concurrency: int  # awaits in flight, for an async function without batches
+    batch_size: int  # responses of a call, for a batch function
+    options: dict[str, Any]  # keyword arguments, in addition to those after its '?'
+
+
 class RewardResult(NamedTuple):
     """The result of a function for one response: a finite score, or an error.
 
@@ -72,6 +83,15 @@ class RewardResult(NamedTuple):
     score: float | None
     parts: dict[str, float]  # further numbers that the function returned
     error: str  # why there is no score; "" if there is one
+    counts: dict[str, float]  # what the function counts, with a score or without
+
+
+class RewardFailed(Exception):
+    """Raised by a reward function that has no score for a response, with what it counts."""
+
+    def __init__(self, reason: str, counts: Mapping[str, int]):
+        super().__init__(reason)
+        self.counts = counts
 
 
 def read_signature(function: RewardFunction) -> CallSignature:
@@ -195,10 +215,13 @@ def _valid_signature(value: Any) -> CallSignature:
 
 def _valid_result(value: Any) -> RewardResult:
     match value:
-        case [float() | None as score, dict(parts), error] if (
+        case [float() | None as score, dict(parts), error, dict(counts)] if (
             (score is None or is_score(score))
-            and all(isinstance(part, float) and math.isfinite(part) for part in parts.values())
-            and all(map(is_text, [error, *parts]))
+            and all(
+                isinstance(number, float) and math.isfinite(number)
+                for number in (*parts.values(), *counts.values())
+            )
+            and all(map(is_text, [error, *parts, *counts]))
         ):
-            return RewardResult(score, parts, error)
+            return RewardResult(score, parts, error, counts)
     raise ProtocolError(f"{value!r:.80} is no result")

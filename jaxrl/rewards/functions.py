@@ -1,7 +1,8 @@
 """Reward functions: the built-in ones by name, and the options that the pool reads."""
 
 import inspect
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 from jaxrl.config.plugins import import_path, load_plugin, options
 from jaxrl.rewards.calls import RewardFunction
@@ -15,6 +16,7 @@ BUILT_IN = {
     "exact": "jaxrl.rewards.verifiers.exact:exact",
     "format": "jaxrl.rewards.verifiers.format:format",
     "gsm8k": "jaxrl.rewards.verifiers.gsm8k:gsm8k",
+    "judge": "jaxrl.rewards.model_judge.judge:judge",
     "last_number": "jaxrl.rewards.verifiers.last_number:last_number",
     "math": "jaxrl.rewards.verifiers.math:math",
     "reasoning_gym": "jaxrl.rewards.verifiers.reasoning_gym:reasoning_gym",
@@ -24,10 +26,13 @@ BUILT_IN = {
 NEED_ANSWER = ("by_source", "code", "exact", "gsm8k", "last_number", "math")
 # Called once in the training process, before the workers start, with the options of the reward that
 # it declares. Raises ValueError if the reward cannot run on this machine.
-START_CHECKS = {"code": "jaxrl.rewards.verifiers.code:check_machine"}
+START_CHECKS = {
+    "code": "jaxrl.rewards.verifiers.code:check_machine",
+    "judge": "jaxrl.rewards.model_judge.judge:check_options",
+}
 # Options of any function that the pool reads, with their defaults.
 POOL_OPTIONS = {
-    "timeout_s": 0.0,  # seconds per call; 0 = reward.timeout_s
+    "timeout_s": 10.0,  # seconds per call; default reward.timeout_s
     "batch_size": 64,  # responses per call of a batch function
     "concurrency": 64,  # awaits in flight in a worker, of an async function for one response
 }
@@ -43,14 +48,23 @@ def need_answer(specs: Sequence[str]) -> list[str]:
     return [spec for spec in specs if spec.partition("?")[0] in NEED_ANSWER]
 
 
-def check_start(spec: str) -> None:
-    """Raises ValueError if this machine cannot run the built-in reward that `spec` names."""
+def is_judge(spec: str) -> bool:
+    """Whether a reward is the built-in judge, whose options have the keys reward.judge."""
+    return spec.partition("?")[0] == "judge"
+
+
+def check_start(spec: str, more: Mapping[str, Any]) -> None:
+    """Raises ValueError if this machine cannot run the built-in reward that `spec` names.
+
+    `more` has its options that are not after the '?'.
+    """
     path = START_CHECKS.get(spec.partition("?")[0])
     if path is None:
         return
     check = load_plugin(path, built_in={}, key=KEY)
     declared = inspect.signature(check).parameters
-    check(**{name: value for name, value in options(spec).items() if name in declared})
+    given = {**more, **options(spec)}
+    check(**{name: value for name, value in given.items() if name in declared})
 
 
 def check_passed(specs: Sequence[str], passed: Container[str]) -> None:
@@ -78,11 +92,9 @@ def metric_names(specs: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def pool_option(spec: str, name: str) -> float:
+def pool_option(spec: str, name: str, default: float) -> float:
     """The value of an option in POOL_OPTIONS. Raises ValueError unless it is a positive number."""
-    value = options(spec).get(name)
-    if value is None:
-        return float(POOL_OPTIONS[name])
+    value = options(spec).get(name, default)
     if not isinstance(value, int | float) or not value > 0:
         raise ValueError(
             f"{KEY} {spec!r}: {name}={value!r} is not a positive number; set for example {name}=8"

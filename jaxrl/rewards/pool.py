@@ -12,6 +12,7 @@ Functions that the caller of the trainer passes as objects run in threads of thi
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ import numpy as np
 from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.call_runner import CallKey, CallRunner, FunctionCall
 from jaxrl.rewards.calls import FORMS, CallSignature, RewardResult, is_score
-from jaxrl.rewards.functions import check_passed, check_start, metric_names, pool_option
+from jaxrl.rewards.functions import check_passed, check_start, metric_names
 from jaxrl.rewards.sandbox.folder import remove_left
+from jaxrl.rewards.settings import call_settings
 from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.subprocesses.output import OutputLog, print_line
 from jaxrl.types import Decode, Episode, Prompt, Reward, Rollout
@@ -39,7 +41,8 @@ class RewardPool:
     (rewards/calls.py), a wrong number of weights, or a reward that cannot run on this machine.
     `decode` turns tokens into text with special tokens, for functions that declare prompt_str or
     query_str. `own` has the functions of this process that cfg.functions names: all of them, or
-    None. `write` gets each line that the functions print. Not thread-safe.
+    None. `run_folder` is where the verdicts of a judge are kept; None: nowhere. `write` gets each
+    line that the functions print. Not thread-safe.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class RewardPool:
         decode: Decode | None = None,
         *,
         own: OwnFunctions | None = None,
+        run_folder: Path | None = None,
         write: Callable[[str], None] = print_line,
     ):
         self.names = metric_names(cfg.functions)
@@ -58,14 +62,12 @@ class RewardPool:
                 "reward.weights to one number per function, or to () for 1.0 each"
             )
         check_passed(cfg.functions, own or {})
-        for function in cfg.functions:
-            check_start(function)
+        self._settings = call_settings(cfg, run_folder)
+        for function, settings in zip(cfg.functions, self._settings, strict=True):
+            check_start(function, settings.options)
         self._cfg = cfg
         self._decode = decode
-        self._limits_s = [pool_option(f, "timeout_s") or cfg.timeout_s for f in cfg.functions]
-        self._concurrency = [int(pool_option(f, "concurrency")) for f in cfg.functions]
-        self._batch_sizes = [int(pool_option(f, "batch_size")) for f in cfg.functions]
-        self._runner = CallRunner(cfg, self._limits_s, OutputLog(write), own)
+        self._runner = CallRunner(cfg, self._settings, OutputLog(write), own)
         self._n_items = 0  # responses so far
         self._submitted: dict[int, tuple[range, list[CallKey]]] = {}  # by ticket
         self._tickets = itertools.count()
@@ -85,7 +87,8 @@ class RewardPool:
         """One reward per rollout, in order.
 
         The value is the weighted sum of the functions. `parts` has the score of each function by
-        name, and its further numbers as "name/key". If a function raises, hangs, kills its process
+        name, and its further numbers as "name/key"; `counts` has what it counts, also where it
+        failed. If a function raises, hangs, kills its process
         or does not return a finite number, the value is cfg.error_value and `error` has the reason.
 
         Functions get verl's or TRL's arguments. extra_info has the prompt's `extra`, "finish" (as
@@ -158,14 +161,15 @@ class RewardPool:
             for items in itertools.batched(range(len(rollouts)), size):
                 found = [rollouts[item] for item in items]
                 n = len(items) if signature.batched or signature.is_async else None
-                limit_s = self._limits_s[function]
+                limit_s = self._settings[function].limit_s
                 arguments = (
                     single_arguments(found[0], signature, limit_s, self._decode)
                     if n is None
                     else batch_arguments(found, signature, limit_s, self._decode)
                 )
                 if signature.is_async and not signature.batched:  # each response has the limit
-                    limit_s = limit_s * -(-len(items) // self._concurrency[function]) + _GRACE_S
+                    rounds = -(-len(items) // self._settings[function].concurrency)
+                    limit_s = limit_s * rounds + _GRACE_S
                 numbers = tuple(first + item for item in items)
                 calls.append(FunctionCall(numbers, function, n, arguments, limit_s))
         return sorted(calls, key=lambda call: call.n is None)
@@ -174,15 +178,18 @@ class RewardPool:
         """Responses per call; one if the function takes one at a time."""
         per_worker = max(1, -(-n // self._cfg.workers))
         if signature.batched:
-            return min(self._batch_sizes[function], per_worker)
+            return min(self._settings[function].batch_size, per_worker)
         # so many that a slow response rarely leaves the worker idle
-        return min(4 * self._concurrency[function], per_worker) if signature.is_async else 1
+        n_calls = 4 * self._settings[function].concurrency
+        return min(n_calls, per_worker) if signature.is_async else 1
 
     def _combine(self, results: list[RewardResult]) -> Reward:
         """The reward from the results of all functions for one rollout."""
         parts: dict[str, float] = {}
+        counts: dict[str, float] = {}
         errors: list[str] = []
         for name, result in zip(self.names, results, strict=True):
+            counts |= {f"{name}/{key}": value for key, value in result.counts.items()}
             if result.error:
                 errors.append(f"{name}: {result.error}")
                 continue
@@ -196,7 +203,7 @@ class RewardPool:
         if not is_score(reward):  # the scores are not, but their weighted sum is
             errors.append(f"the sum {reward:g} of the rewards is beyond the range of float32")
             reward = self._cfg.error_value
-        return Reward(float(reward), parts, "; ".join(errors))
+        return Reward(float(reward), parts, "; ".join(errors), counts)
 
 
 def single_arguments(
@@ -246,6 +253,8 @@ def _value(rollout: Rollout, name: str, decode: Decode | None) -> Any:
             return prompt.answer
         case "extra_info":
             return prompt.extra | _outcome(rollout)
+        case "conversation":
+            return list(rollout.prompt_messages)
     assert decode is not None, f"{name} needs a tokenizer"
     tokens = prompt.tokens
     return decode(tokens if name == "prompt_str" else np.concatenate([tokens, rollout.tokens]))

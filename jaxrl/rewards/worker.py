@@ -7,23 +7,26 @@ killed at any time. Whatever a function does, at worst this process ends.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from jaxrl.config.user_code import error_text
 from jaxrl.rewards.calls import (
+    CallSettings,
     CallSignature,
+    RewardFailed,
     RewardFunction,
     RewardResult,
     check_score,
     late,
     read_signature,
 )
-from jaxrl.rewards.functions import load_reward, pool_option
+from jaxrl.rewards.functions import load_reward
 from jaxrl.subprocesses.channel import WorkerChannel
 from jaxrl.subprocesses.descendants import adopt_orphans, end_descendants, reap_orphans
 from jaxrl.subprocesses.process import connect, time_limit
@@ -35,8 +38,7 @@ class LoadedReward:
 
     function: RewardFunction
     signature: CallSignature
-    limit_s: float  # of a call; of one response for an async function without batches
-    concurrency: int  # awaits in flight, for an async function without batches
+    settings: CallSettings
 
 
 def main(fd: int) -> None:
@@ -68,9 +70,9 @@ def answer_calls(
     the socket. rewards/calls.py has the messages.
     """
     try:
-        specs, limits_s = channel.receive()
+        specs, settings = channel.receive()
         try:
-            rewards = [load(spec, s, find) for spec, s in zip(specs, limits_s, strict=True)]
+            rewards = [load(spec, s, find) for spec, s in zip(specs, settings, strict=True)]
         except BaseException as error:
             text = str(error) if isinstance(error, ValueError) else error_text(error)
             channel.send({"error": text})
@@ -88,14 +90,16 @@ def answer_calls(
         return
 
 
-def load(spec: str, limit_s: float, find: Callable[[str], RewardFunction]) -> LoadedReward:
+def load(spec: str, settings: CallSettings, find: Callable[[str], RewardFunction]) -> LoadedReward:
     """Finds a function. Raises ValueError if that fails or it cannot be called as a reward."""
     function = find(spec)
+    if settings.options:
+        function = functools.partial(function, **settings.options)
     try:
         signature = read_signature(function)
     except ValueError as error:
         raise ValueError(f"reward.functions {spec!r}: {error}") from error
-    return LoadedReward(function, signature, limit_s, int(pool_option(spec, "concurrency")))
+    return LoadedReward(function, signature, settings)
 
 
 def answer(channel: WorkerChannel, number: int, results: Sequence[RewardResult]) -> None:
@@ -129,20 +133,18 @@ def call(
 
 async def _call_each(reward: LoadedReward, each: list[dict[str, Any]]) -> list[RewardResult]:
     """Calls an async function for every response, `concurrency` of them at a time."""
-    free = asyncio.Semaphore(reward.concurrency)
+    free = asyncio.Semaphore(reward.settings.concurrency)
 
     async def call_one(arguments: dict[str, Any]) -> RewardResult:
         async with free:
-            limit = asyncio.timeout(reward.limit_s)
+            limit_s = reward.settings.limit_s
+            limit = asyncio.timeout(limit_s)
             try:
                 async with limit:
                     return _checked(await reward.function(**arguments), reward.signature)
             except BaseException as error:  # SystemExit would end the loop
-                return (
-                    RewardResult(0.0, {}, late(reward.limit_s))
-                    if limit.expired()
-                    else _failed(error)
-                )
+                is_late = limit.expired()
+                return RewardResult(0.0, {}, late(limit_s), {}) if is_late else _failed(error)
 
     return await asyncio.gather(*map(call_one, each))
 
@@ -168,7 +170,7 @@ def _batch_values(values: Any, n: int) -> list[Any]:
 
 def _checked(value: Any, signature: CallSignature) -> RewardResult:
     if value is None and signature.form == "trl":  # as in TRL: no score for this response
-        return RewardResult(None, {}, "")
+        return RewardResult(None, {}, "", {})
     try:
         return _result(value)
     except Exception as error:  # float() of the user's object may raise anything
@@ -181,12 +183,25 @@ def _result(value: Any) -> RewardResult:
         raise TypeError(
             f"the function returned a dict with the keys {list(parts)}; add the key 'score'"
         )
-    numbers = {str(k): _float(v) for k, v in parts.items() if isinstance(v, SupportsFloat)}
+    counts = parts.pop("counts", {})
+    numbers = _numbers(parts)
     if "score" not in numbers:
         raise TypeError(f"the function returned {value!r}; return a number or a dict with 'score'")
     score = numbers.pop("score")
     check_score(score, "the function")
-    return RewardResult(score, {k: v for k, v in numbers.items() if math.isfinite(v)}, "")
+    return RewardResult(score, _finite(numbers), "", _counts(counts))
+
+
+def _numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+    return {str(k): _float(v) for k, v in values.items() if isinstance(v, SupportsFloat)}
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {k: v for k, v in numbers.items() if math.isfinite(v)}
+
+
+def _counts(values: Any) -> dict[str, float]:
+    return _finite(_numbers(values)) if isinstance(values, Mapping) else {}
 
 
 def _float(value: SupportsFloat) -> float:
@@ -198,7 +213,8 @@ def _float(value: SupportsFloat) -> float:
 
 
 def _failed(error: BaseException) -> RewardResult:
-    return RewardResult(0.0, {}, error_text(error))
+    counts = _counts(error.counts) if isinstance(error, RewardFailed) else {}
+    return RewardResult(0.0, {}, error_text(error), counts)
 
 
 if __name__ == "__main__":

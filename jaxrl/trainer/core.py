@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.content import Content
-from jaxrl.data.iterator import Batches, StepItems
+from jaxrl.data.iterator import Batches, PromptOutcome, StepItems
 from jaxrl.data.packing import Packed, sequence_lens, shared_lens
 from jaxrl.learner.coefficients import Coefficients
 from jaxrl.learner.requirements import shares_base
@@ -218,8 +218,8 @@ class Source(Protocol):
         """
         ...
 
-    def mark_solved(self, run: "Run", ids: Sequence[int]) -> None:
-        """Has later draws skip these prompts (data.skip_solved)."""
+    def record(self, run: "Run", outcomes: Sequence[PromptOutcome]) -> None:
+        """Gives the mean rewards of prompts to the curriculum of later draws."""
         ...
 
     def release_engine(self) -> None:

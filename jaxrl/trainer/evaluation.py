@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl.algorithms.evaluation_statistics import pass_at_k, standard_error
 from jaxrl.config.keys import EvalConfig
-from jaxrl.trainer.phases.rewards import episode_means, part_means, split_groups
+from jaxrl.trainer.phases.rewards import count_sums, episode_means, part_means, split_groups
 from jaxrl.types import ScoredRollout
 
 
@@ -15,9 +15,9 @@ def statistics(rollouts: Sequence[ScoredRollout], cfg: EvalConfig) -> dict[str, 
     """The statistics of one evaluation. The cfg.n samples of each prompt are adjacent.
 
     Keys: reward and pass_at_<k> with their standard errors (<name>_stderr, only with several
-    prompts), reward/<function> (mean of each reward function), response_len, truncated_fraction,
-    errors (a count), and env/<name> for episodes. A sample passes if its reward is at least
-    cfg.pass_reward.
+    prompts), reward/<function> (mean of each reward function, sum of what it counts), response_len,
+    truncated_fraction, errors (a count), and env/<name> for episodes. A sample passes if its
+    reward is at least cfg.pass_reward.
     """
     groups = split_groups(rollouts, cfg.n)
     rewards = np.array([[r.reward.value for r in group] for group in groups])  # [prompts, n]
@@ -31,6 +31,7 @@ def statistics(rollouts: Sequence[ScoredRollout], cfg: EvalConfig) -> dict[str, 
             found[f"{name}_stderr"] = standard_error(values)
     return found | {
         **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
+        **{f"reward/{name}": total for name, total in count_sums(rollouts).items()},
         "response_len": float(np.mean([len(r.rollout.tokens) for r in rollouts])),
         "truncated_fraction": float(np.mean([r.rollout.finish == "length" for r in rollouts])),
         "errors": float(sum(bool(r.error) for r in rollouts)),

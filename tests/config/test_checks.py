@@ -413,6 +413,16 @@ WRONG = [
         "do not fit the longest row, reward_model.token_budget=64",
     ),
     (dict(reward__clip=(1.0,)), "reward.clip=(1.0,) is no range"),
+    (
+        dict(reward__judge__model="m", reward__judge__attempts=2),
+        "reward.judge.model='m', reward.judge.attempts=2 but reward.functions=",
+        "has no 'judge'; add it, or omit these keys",
+    ),
+    (
+        dict(reward__functions=("judge",), reward__judge__model="m", reward__judge__url="judge"),
+        "'judge' but reward.judge.rubric is empty; set it, for example 'rubric.yaml'",
+        "reward.judge.url='judge' is no URL",
+    ),
     (dict(reward__clip=(1.0, -1.0)), "reward.clip=(1.0, -1.0) is no range"),
     (dict(reward__functions=("maths",)), "did you mean 'math'?", "package.module:function"),
     (dict(reward__functions=()), "reward.functions is empty"),
@@ -422,6 +432,19 @@ WRONG = [
     (dict(data__columns=("prompt",)), "data.columns has 'prompt'", "did you mean 'prompt:NAME'"),
     (dict(data__weights=(1.0, 2.0)), "data.weights=(1.0, 2.0) does not fit the 1 sources"),
     (dict(data__weights=(0.0,)), "one of them above 0"),
+    (
+        dict(data__pool_weights=(1.0, 2.0)),
+        "data.pool_weights=(1.0, 2.0) are not the shares of hard",
+    ),
+    (dict(data__pool_memory=0.9), "data.pool_memory=0.9 but data.pool_weights=()"),
+    (
+        dict(data__pool_weights=(0.0, 1.0, 0.0), data__pool_edges=(0.8, 0.2)),
+        "data.pool_edges=(0.8, 0.2) is no range",
+    ),
+    (
+        dict(data__pool_weights=(0.0, 1.0, 0.0), data__skip_solved=1.0),
+        "data.pool_weights=(0.0, 1.0, 0.0) with data.skip_solved=1.0; set one of them",
+    ),
     (dict(data__weights=(1.0,), data__final_weights=(1.0,)), "data.weights_ramp=0; set all three"),
     (dict(data__streaming=True, data__skip_solved=1.0, total_steps=1), "in memory"),
     (dict(data__streaming=True, total_steps=0), "data.streaming=True needs total_steps"),

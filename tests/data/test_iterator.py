@@ -11,7 +11,7 @@ def prompts(n):
     return [Prompt(id=i, messages=(), tokens=np.zeros(1, np.int32), answer="") for i in range(n)]
 
 
-def iterate(n=10, per_step=3, shuffle=True, seed=5, skip_solved=False):
+def iterate(n=10, per_step=3, shuffle=True, seed=5, skip_solved=0.0):
     return BatchIterator(
         prompts(n), prompts_per_step=per_step, shuffle=shuffle, seed=seed, skip_solved=skip_solved
     )
@@ -67,37 +67,38 @@ def test_the_state_of_other_data_is_rejected():
 
 
 def test_solved_prompts_are_skipped_until_too_few_are_unsolved():
-    iterator = iterate(n=6, per_step=2, shuffle=False, skip_solved=True)
+    iterator = iterate(n=6, per_step=2, shuffle=False, skip_solved=0.75)
     assert take(iterator, 1) == [[0, 1]]
-    iterator.mark_solved([2, 5])
+    iterator.record([(2, 0.75), (5, 1.0), (4, 0.5)])
     # 2 and 5 are skipped, and the order runs into the next epoch
     assert take(iterator, 3) == [[3, 4], [0, 1], [3, 4]]
-    iterator.mark_solved([0, 1, 3])
-    assert iterator.n_solved == 5
+    iterator.record([(i, 1.0) for i in (0, 1, 3)])
+    assert iterator.metrics() == {"data/solved": 5.0}
     # only 4 is unsolved, fewer than a step: the marks are cleared
     assert take(iterator, 1) == [[5, 0]]
-    assert iterator.n_solved == 0
+    assert iterator.metrics() == {"data/solved": 0.0}
 
 
 def test_a_step_that_spans_two_epochs_has_no_prompt_twice():
-    iterator = iterate(n=4, per_step=3, skip_solved=True)
+    iterator = iterate(n=4, per_step=3, skip_solved=0.75)
     for batch in take(iterator, 40):
         assert len(set(batch)) == 3
 
 
 def test_solved_prompts_are_part_of_the_state():
-    uninterrupted = iterate(n=10, per_step=2, skip_solved=True)
+    uninterrupted = iterate(n=10, per_step=2, skip_solved=0.75)
     take(uninterrupted, 2)
-    uninterrupted.mark_solved([1, 2, 3, 4])
+    uninterrupted.record([(i, 1.0) for i in (1, 2, 3, 4)])
     take(uninterrupted, 1)
-    resumed = iterate(n=10, per_step=2, skip_solved=True)
+    resumed = iterate(n=10, per_step=2, skip_solved=0.75)
     resumed.restore(json.loads(json.dumps(uninterrupted.state())))
     assert take(uninterrupted, 6) == take(resumed, 6)
 
 
 def test_nothing_is_skipped_without_skip_solved():
     iterator = iterate(n=4, per_step=2, shuffle=False)
-    iterator.mark_solved([0, 1])
+    iterator.record([(0, 1.0), (1, 1.0)])
+    assert iterator.metrics() == {}
     assert take(iterator, 3) == [[0, 1], [2, 3], [0, 1]]
 
 

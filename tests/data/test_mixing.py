@@ -17,7 +17,7 @@ def prompt(number):
     return Prompt(id=number, messages=(), tokens=np.zeros(1, np.int32), answer="")
 
 
-def mixed(weights, final=(), ramp=0, per_step=8, skip_solved=False):
+def mixed(weights, final=(), ramp=0, per_step=8, skip_solved=0.0):
     starts = np.cumsum([0, *SIZES])
     sources = [
         EndlessItems(
@@ -85,10 +85,10 @@ def test_restore_continues_identically(steps_before):
 
 
 def test_solved_prompts_are_skipped_in_their_source_only():
-    iterator = mixed((1.0, 1.0, 0.0), per_step=4, skip_solved=True)
-    iterator.mark_solved([*range(36), 41])
+    iterator = mixed((1.0, 1.0, 0.0), per_step=4, skip_solved=1.0)
+    iterator.record([(i, 1.0) for i in (*range(36), 41)])
     batches = take(iterator, 30)
-    assert iterator.n_solved == 37
+    assert iterator.metrics() == {"data/solved": 37.0}
     assert {i for batch in batches for i in batch} == {36, 37, 38, 39, 40, *range(42, 47)}
 
 

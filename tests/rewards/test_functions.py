@@ -20,12 +20,15 @@ def test_metrics_are_named_after_the_function_unless_two_share_the_name():
 
 
 def test_the_code_reward_needs_landlock_unless_it_is_marked_unsafe(monkeypatch, caplog):
-    check_start("code?test_s=2")
+    check_start("code?test_s=2", {})
     monkeypatch.setattr(landlock, "version", lambda: 0)
-    check_start("math")
-    for start in (check_start, lambda name: RewardPool(RewardConfig(functions=(name,)))):
+    check_start("math", {})
+    for start in (
+        lambda name: check_start(name, {}),
+        lambda name: RewardPool(RewardConfig(functions=(name,))),
+    ):
         with pytest.raises(ValueError, match=r"no Landlock .* code\?unsafe=true"):
             start("code?test_s=2")
     assert not caplog.records
-    check_start("code?test_s=2&unsafe=true")
+    check_start("code?test_s=2&unsafe=true", {})
     assert "no Landlock" in caplog.text

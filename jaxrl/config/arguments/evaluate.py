@@ -21,6 +21,7 @@ Samples a model on a dataset, scores the responses, and reports mean reward and 
     --k=K,...          values of k for pass@k (default 1)
     --temperature=T    sampling temperature; 0 = greedy (default 0)
     --limit=N          at most N prompts, evenly spaced; 0 = all (default 0)
+    --judge=FILE       compare the judge of the rewards with labelled responses, without a model
     --output=FOLDER    folder of summary.json, samples.jsonl and config.json
                        (default: evaluation/ in the run folder, else runs/evaluation)
 
@@ -35,6 +36,7 @@ OPTION_KEYS = {
     "k": "eval.k",
     "temperature": "eval.sampling.temperature",
     "limit": "data.val_max_samples",
+    "judge": "eval.judge_labels",
     "output": "run_dir",
 }
 

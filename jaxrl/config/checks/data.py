@@ -33,6 +33,7 @@ def data_errors(data: DataConfig) -> list[str]:
         *_column_errors(data),
         *_date_errors(data),
         *_weight_errors(data),
+        *_pool_errors(data),
         *_streaming_errors(data),
         *_rendered_errors(data),
     ]
@@ -54,6 +55,39 @@ def _weight_errors(data: DataConfig) -> list[str]:
             f"data.final_weights={data.final_weights} with data.weights={data.weights} and "
             f"data.weights_ramp={data.weights_ramp}; set all three, or none but data.weights"
         )
+    return errors
+
+
+def _pool_errors(data: DataConfig) -> list[str]:
+    weights, edges, default = data.pool_weights, data.pool_edges, DataConfig()
+    if not weights:
+        changed = edges != default.pool_edges or data.pool_memory != default.pool_memory
+        return [
+            f"data.pool_edges={edges}, data.pool_memory={data.pool_memory} but "
+            "data.pool_weights=(); set it, for example to (0.1, 0.8, 0.1), or omit these keys"
+        ] * changed
+    errors = []
+    if len(weights) != 3 or not sum(weights) > 0:
+        errors.append(
+            f"data.pool_weights={weights} are not the shares of hard, right and easy prompts; set "
+            "three numbers, for example (0.1, 0.8, 0.1)"
+        )
+    if len(edges) != 2 or not edges[0] < edges[1]:
+        errors.append(
+            f"data.pool_edges={edges} is no range of mean rewards; set (low, high), for example "
+            "(0.2, 0.8)"
+        )
+    others = {
+        "weights": data.weights,
+        "streaming": data.streaming,
+        "skip_solved": data.skip_solved,
+    }
+    errors += [
+        f"data.pool_weights={weights} with data.{name}={value!r}; set one of them: pools order all "
+        "prompts of all sources together, and leave out easy ones with the weight 0"
+        for name, value in others.items()
+        if value
+    ]
     return errors
 
 

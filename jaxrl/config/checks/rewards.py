@@ -1,13 +1,22 @@
 """Rules between the keys of rewards."""
 
+from typing import Any
+
 from jaxrl.config.choices import REWARDS
-from jaxrl.config.keys import RewardModelConfig, RunConfig
+from jaxrl.config.keys import JudgeConfig, RewardModelConfig, RunConfig
+from jaxrl.config.plugins import options
 from jaxrl.config.schema import did_you_mean, flatten, is_import_path, to_dict
+
+_JUDGE_EXAMPLES = {
+    "url": "http://judge:8000/v1",
+    "model": "Qwen/Qwen3-32B",
+    "rubric": "rubric.yaml",
+}
 
 
 def reward_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
-    return [*_function_errors(run), *_model_errors(run)]
+    return [*_function_errors(run), *_model_errors(run), *_judge_errors(run)]
 
 
 def reward_warnings(run: RunConfig) -> list[str]:
@@ -19,6 +28,25 @@ def reward_warnings(run: RunConfig) -> list[str]:
         f"reward.error_value={reward.error_value} is not trained on with "
         "reward.on_error='exclude', which leaves failed responses out; set "
         "reward.on_error='value', or omit reward.error_value"
+    ]
+
+
+def calibration_errors(run: RunConfig) -> list[str]:
+    """One line if there is no judge to compare with labels."""
+    if any(function.partition("?")[0] == "judge" for function in run.reward.functions):
+        return []
+    return [
+        f"eval.judge_labels={run.eval.judge_labels!r} but reward.functions="
+        f"{run.reward.functions} has no 'judge'; set reward.functions=('judge',)"
+    ]
+
+
+def only_evaluation_errors(run: RunConfig) -> list[str]:
+    """Keys that training does not read."""
+    if not run.eval.judge_labels:
+        return []
+    return [
+        f"eval.judge_labels={run.eval.judge_labels!r} is for jaxrl.evaluate; omit it in training"
     ]
 
 
@@ -51,10 +79,38 @@ def _function_errors(run: RunConfig) -> list[str]:
 
 
 def _model_errors(run: RunConfig) -> list[str]:
-    values, default = flatten(to_dict(run.reward_model)), flatten(to_dict(RewardModelConfig()))
-    unused = [
-        f"reward_model.{name}={value!r}" for name, value in values.items() if value != default[name]
-    ]
+    unused = _changed("reward_model", run.reward_model, RewardModelConfig())
     if unused and not run.reward_model.path:
         return [f"{', '.join(unused)} but reward_model.path is empty; set it, or omit these keys"]
     return []
+
+
+def _judge_errors(run: RunConfig) -> list[str]:
+    judge, errors = run.reward.judge, []
+    judges = [f for f in run.reward.functions if f.partition("?")[0] == "judge"]
+    changed = _changed("reward.judge", judge, JudgeConfig())
+    if changed and not judges:
+        return [
+            f"{', '.join(changed)} but reward.functions={run.reward.functions} has no 'judge'; "
+            "add it, or omit these keys"
+        ]
+    for function in judges:
+        given = {"url": judge.url, "model": judge.model, "rubric": judge.rubric} | options(function)
+        errors += [
+            f"reward.functions has {function!r} but reward.judge.{name} is empty; set it, for "
+            f"example {_JUDGE_EXAMPLES[name]!r}"
+            for name in _JUDGE_EXAMPLES
+            if not given[name]
+        ]
+        if given["url"] and not str(given["url"]).startswith(("http://", "https://")):
+            errors.append(
+                f"reward.judge.url={given['url']!r} is no URL; set one such as "
+                f"{_JUDGE_EXAMPLES['url']!r}"
+            )
+    return errors
+
+
+def _changed(section: str, values: Any, defaults: Any) -> list[str]:
+    """The keys of a section that differ from their defaults."""
+    found, default = flatten(to_dict(values)), flatten(to_dict(defaults))
+    return [f"{section}.{name}={v!r}" for name, v in found.items() if v != default[name]]

@@ -12,6 +12,7 @@ from jaxrl.config.keys.devices import (
     RoleConfig,
     ScoringConfig,
 )
+from jaxrl.config.keys.judge import JudgeConfig
 from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
 from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
@@ -26,6 +27,7 @@ __all__ = [
     "DistributedConfig",
     "EnvConfig",
     "EvalConfig",
+    "JudgeConfig",
     "LearnerConfig",
     "LoRAConfig",
     "LogConfig",

@@ -12,6 +12,7 @@ from jaxrl.config.choices import (
     TRUNCATIONS,
 )
 from jaxrl.config.keys.devices import RoleConfig
+from jaxrl.config.keys.judge import JudgeConfig
 from jaxrl.config.schema import Value, key
 
 
@@ -88,6 +89,22 @@ class DataConfig:
         "Curriculum: skip prompts whose samples have reached this mean reward, until too few for a "
         "step remain; 0 = off",
         ge=0,
+    )
+    pool_weights: tuple[float, ...] = key(
+        (),
+        "Curriculum: shares of hard, right and easy prompts in every step, such as (0.1, 0.8, "
+        "0.1), by the running mean reward of each prompt; () = off",
+        ge=0,
+    )
+    pool_edges: tuple[float, ...] = key(
+        (0.2, 0.8),
+        "Mean rewards below and above which prompts are hard and easy, with data.pool_weights",
+    )
+    pool_memory: float = key(
+        0.5,
+        "Weight of the earlier mean rewards of a prompt in its running one; 0 = only the last",
+        ge=0,
+        le=1,
     )
     system_prompt: str = key(
         "", "System prompt added to every conversation that has none; '' = none"
@@ -222,6 +239,7 @@ class RewardConfig:
         ge=0,
         le=1,
     )
+    judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
 
 
 @dataclasses.dataclass(frozen=True)

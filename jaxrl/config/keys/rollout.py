@@ -147,6 +147,11 @@ class EvalConfig:
     n: int = key(1, "Samples per validation prompt", ge=1)
     k: tuple[int, ...] = key((1,), "Values of k for which pass@k is measured, each at most n", ge=1)
     pass_reward: float = key(1.0, "Minimum reward with which a sample passes")
+    judge_labels: str = key(
+        "",
+        "File of labelled responses: jaxrl.evaluate compares the verdicts of the reward judge with "
+        "their labels, and samples no model; '' = off",
+    )
     sampling: SamplingConfig = dataclasses.field(
         default_factory=lambda: SamplingConfig(temperature=0.0)
     )

@@ -16,6 +16,7 @@ from jaxrl.algorithms.reward_shaping import length_penalty, soft_overlong, stop_
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
 from jaxrl.data.images.placeholders import IMAGE
+from jaxrl.data.iterator import PromptOutcome
 from jaxrl.learner.reward_model import PART
 from jaxrl.rewards.functions import metric_names
 from jaxrl.tracking.sample_images import image_name
@@ -72,12 +73,12 @@ def split_flat(
     return kept, [group for group, yes in zip(groups, signal, strict=True) if not yes]
 
 
-def solved_prompts(groups: Sequence[Group], pass_rate: float) -> list[int]:
-    """Ids of the prompts whose mean reward, before shaping, is at least `pass_rate`."""
+def prompt_outcomes(groups: Sequence[Group]) -> list[PromptOutcome]:
+    """Id and mean reward, before shaping, of each prompt with valid samples."""
     return [
-        group[0].rollout.prompt.id
+        (group[0].rollout.prompt.id, float(np.mean([r.reward.value for r in group])))
         for group in groups
-        if group and np.mean([r.reward.value for r in group]) >= pass_rate
+        if group
     ]
 
 
@@ -308,6 +309,7 @@ def reward_metrics(rollouts: Sequence[ScoredRollout], cfg: RewardConfig) -> dict
     return means | {
         "reward/errors": float(sum(bool(r.error) for r in rollouts)),
         **{f"reward/{name}": mean for name, mean in part_means(valid).items()},
+        **{f"reward/{name}": total for name, total in count_sums(rollouts).items()},
         **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
         "rollout/entropy": sampling_entropy(sampled),
         "rollout/response_len": float(np.mean([len(r.tokens) for r in sampled])),
@@ -331,6 +333,15 @@ def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         for name, value in r.reward.parts.items():
             parts[name].append(value)
     return {name: float(np.mean(values)) for name, values in parts.items()}
+
+
+def count_sums(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Sum of each count of the reward functions, over all rollouts, also failed ones."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    for r in rollouts:
+        for name, value in r.reward.counts.items():
+            sums[name] += value
+    return dict(sums)
 
 
 def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:

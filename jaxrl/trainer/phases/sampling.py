@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.iterator import PromptOutcome
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.rewards.pool import RewardPool
@@ -17,7 +18,7 @@ from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.rewards import (
     Group,
     add_length_penalties,
-    solved_prompts,
+    prompt_outcomes,
     split_flat,
     split_groups,
     valid_groups,
@@ -40,7 +41,8 @@ class Collected:
     dropped: list[Group] = dataclasses.field(default_factory=list)  # by dynamic sampling
     n_failed: int = 0  # groups with too few valid samples
     engine_metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)  # per batch
-    n_solved: int = 0  # solved prompts that the iterator skips from now on
+    # data/*, the state of the curriculum after the last batch
+    data_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add(
         self, sampled: list[ScoredRollout], groups: list[Group], engine_metrics: dict[str, float]
@@ -88,13 +90,12 @@ class Collected:
         return [add_length_penalties(group, self.cfg) for group in groups]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the batches and data/solved: sums of times and counts, maxima, or means."""
+        """Metrics of the batches and data/*: sums of times and counts, maxima, or means."""
         metrics = {
             name: float(_reduction(name)([one[name] for one in self.engine_metrics]))
             for name in self.engine_metrics[0]
         }
-        if self.cfg.data.skip_solved:
-            metrics["data/solved"] = float(self.n_solved)
+        metrics |= self.data_metrics
         if self.cfg.algorithm.dynamic_sampling:
             n_groups = max(len(self.dropped) + len(self.kept), 1)
             metrics["rollout/batches"] = float(self.n_batches)
@@ -121,9 +122,9 @@ def collect(
     """
     cfg = run.core.cfg
     groups = valid_groups(split_groups(sampled, cfg.rollout.n), cfg)
-    if cfg.data.skip_solved:
-        run.source.mark_solved(run, solved_prompts(groups, cfg.data.skip_solved))
-        collected.n_solved = run.core.iterator.n_solved
+    if cfg.data.skip_solved or cfg.data.pool_weights:
+        run.source.record(run, prompt_outcomes(groups))
+        collected.data_metrics = run.core.iterator.metrics()
     collected.add(sampled, groups, engine_metrics)
 
 
@@ -273,8 +274,8 @@ class SyncSource:
     def reward(self, run: Run, rollouts: tuple[list[Rollout], dict[str, float]]) -> Scored:
         return reward(run, rollouts[0]), rollouts[1]
 
-    def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
-        run.core.iterator.mark_solved(ids)
+    def record(self, run: Run, outcomes: Sequence[PromptOutcome]) -> None:
+        run.core.iterator.record(outcomes)
 
     def release_engine(self) -> None:
         pass

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from jaxrl.data.iterator import PromptOutcome
 from jaxrl.engine.api import EngineStats
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.trainer.schedule.generator import GroupGenerator, InFlight
@@ -35,7 +36,7 @@ class BatchOrder:
     version: int  # of the weights
     params: Tree | None  # the weights, on the engine's devices; None: as in the order before
     fresh: bool  # compute the KV of unfinished responses again
-    solved: Sequence[int] = ()  # prompts to skip in its draws, in addition to earlier orders
+    outcomes: Sequence[PromptOutcome] = ()  # mean rewards of prompts, for its draws and later ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +205,7 @@ class EngineThread:
         if order.fresh:
             generator.loop.release()
         generator.loop.engine.take_stats()
-        generator.iterator.mark_solved(order.solved)
+        generator.iterator.record(order.outcomes)
         generator.begin(order.step, order.version)
         groups = generator.generate(params, order.step, self._check_closed)
         return GeneratedBatch(

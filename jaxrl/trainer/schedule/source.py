@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.iterator import PromptOutcome
 from jaxrl.engine.api import EngineStats
 from jaxrl.rollout.engines import merge_metrics
 from jaxrl.rollout.loop import engine_metrics
@@ -66,8 +67,8 @@ class PartialSource:
         share = Share.of(batch, rollouts.stats, rollouts.waited_s, metrics)
         return scored_shares(run, hosts.gather(share))
 
-    def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
-        run.core.iterator.mark_solved(ids)
+    def record(self, run: Run, outcomes: Sequence[PromptOutcome]) -> None:
+        run.core.iterator.record(outcomes)
 
     def release_engine(self) -> None:
         """Frees the engine for other requests."""
@@ -85,9 +86,11 @@ class AsyncSource:
     processes have a share if there are fewer rollout workers than processes.
     """
 
-    def __init__(self, thread: EngineThread, stop: StopFlag, solved: Sequence[int] = ()):
-        """`solved` are prompts that were marked after the last order before the checkpoint."""
-        self.thread, self.stop, self._solved = thread, stop, list(solved)
+    def __init__(
+        self, thread: EngineThread, stop: StopFlag, outcomes: Sequence[PromptOutcome] = ()
+    ):
+        """`outcomes` were recorded after the last order before the checkpoint."""
+        self.thread, self.stop, self._outcomes = thread, stop, list(outcomes)
         self._version = -1  # of the weights that the thread has
         self._taken_at: float | None = None  # the end of the last wait
 
@@ -124,9 +127,9 @@ class AsyncSource:
         """The thread has called the functions; the reward model is left."""
         return scored_shares(run, rollouts)
 
-    def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
-        """Marks them with the next order, so that what is drawn does not depend on the clock."""
-        self._solved += ids
+    def record(self, run: Run, outcomes: Sequence[PromptOutcome]) -> None:
+        """Records them with the next order, so that what is drawn does not depend on the clock."""
+        self._outcomes += outcomes
 
     def release_engine(self) -> None:
         """Waits until the thread has done its orders, and frees the engine."""
@@ -135,12 +138,12 @@ class AsyncSource:
             self.thread.hold(check)
 
     def in_flight(self) -> Callable[[], dict[str, Any]]:
-        snapshot, solved = self.thread.mark(), list(self._solved)
+        snapshot, outcomes = self.thread.mark(), list(self._outcomes)
         n = self.thread.generator.n_processes
 
         def gathered() -> dict[str, Any]:
             mine = snapshot(self.stop.check_local).json()
-            return {"processes": hosts.gather(mine)[:n], "solved": solved}
+            return {"processes": hosts.gather(mine)[:n], "outcomes": outcomes}
 
         return gathered
 
@@ -156,8 +159,8 @@ class AsyncSource:
             core.clock.saved_at == core.clock.step
         )  # a run that resumes from this checkpoint has no KV
         step = core.clock.step + self.thread.n_ahead
-        solved, self._solved = self._solved, []
-        self.thread.order(BatchOrder(step, core.clock.step, params, fresh, solved))
+        outcomes, self._outcomes = self._outcomes, []
+        self.thread.order(BatchOrder(step, core.clock.step, params, fresh, outcomes))
 
 
 @dataclasses.dataclass(frozen=True)

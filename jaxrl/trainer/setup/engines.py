@@ -152,7 +152,8 @@ def make_source(core: Core, engines: Engines, rewards: RewardPool) -> Source:
         return PartialSource(generator)
     thread = EngineThread(generator, cfg.schedule.lag, engines.layout.on_mesh)
     stack.callback(thread.close)
-    return AsyncSource(thread, core.session.stop, (saved or {}).get("solved", ()))
+    outcomes = [(int(i), float(mean)) for i, mean in (saved or {}).get("outcomes", ())]
+    return AsyncSource(thread, core.session.stop, outcomes)
 
 
 def make_loop(cfg: RunConfig, engines: Engines, stack: contextlib.ExitStack) -> RolloutLoop:

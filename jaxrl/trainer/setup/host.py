@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.parts import parse_parts, part_of
 from jaxrl.data.demonstrations import demonstration_maker
+from jaxrl.data.difficulty import DifficultyIterator
 from jaxrl.data.items import ItemMaker, load_items, load_sources
 from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems, StepItems
 from jaxrl.data.mixing import MixedIterator, most_per_step, shares
@@ -123,7 +124,9 @@ def open_rewards(
 ) -> RewardPool:
     """The pool of reward functions, after checks of the columns and truths of the prompts."""
     decode = functools.partial(models.renderer.decode, skip_special=False)
-    rewards = session.stack.enter_context(RewardPool(session.cfg.reward, decode, own=own))
+    rewards = session.stack.enter_context(
+        RewardPool(session.cfg.reward, decode, own=own, run_folder=session.cfg.run_path)
+    )
     rewards.check_columns(prompts)
     report_truths(session.cfg, rewards, [*prompts, *more], session.progress)
     return rewards
@@ -231,7 +234,17 @@ def make_iterator[T](cfg: RunConfig, maker: ItemMaker[T]) -> Batches[T]:
     Raises the errors of the sources and of the maker.
     """
     data, size = cfg.data, cfg.data.prompts_per_step
-    skip = data.skip_solved > 0
+    if data.pool_weights:
+        return DifficultyIterator(
+            load_items(data.train, maker),
+            prompts_per_step=size,
+            shuffle=data.shuffle,
+            seed=cfg.seed,
+            weights=data.pool_weights,
+            edges=data.pool_edges,
+            memory=data.pool_memory,
+        )
+    skip = data.skip_solved
     if not data.weights and not data.streaming:
         items = load_items(data.train, maker)
         return BatchIterator(

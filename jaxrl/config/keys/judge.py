@@ -1,0 +1,33 @@
+"""Keys of the reward `judge`: a language model that scores responses by a rubric."""
+
+import dataclasses
+
+from jaxrl.config.schema import key
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeConfig:
+    url: str = key(
+        "",
+        "Base URL of the OpenAI-compatible server of the reward judge, such as "
+        "'http://judge:8000/v1'; '' = no judge",
+    )
+    model: str = key("", "Name of the judge's model at the server")
+    rubric: str = key("", "YAML or JSON file with the criteria, their weights and scales")
+    reference: str = key(
+        "",
+        "Column of the data with a reference answer that the judge sees, 'answer' for the ground "
+        "truth; '' = none",
+    )
+    thinking: bool = key(
+        False, "Show the judge the whole response; False = only what follows its last </think>"
+    )
+    temperature: float = key(0.0, "Sampling temperature of the judge", ge=0)
+    max_verdict_len: int = key(1024, "Maximum length of a verdict in tokens", ge=1)
+    timeout_s: float = key(60.0, "Seconds that one request may take", gt=0)
+    attempts: int = key(3, "Requests per response until there is a valid verdict", ge=1, le=10)
+    concurrency: int = key(16, "Requests in flight in each of reward.workers processes", ge=1)
+    api_key_env: str = key("", "Environment variable with the server's API key; '' = no key")
+    cache: bool = key(
+        True, "Keep valid verdicts in judge/ of the run folder, and use them for equal requests"
+    )
