@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.http.dialects.responses import CHAT_NAMES, NO_EFFECT, OTHER
 from jaxrl.http.errors import MAX_MESSAGE, RequestError
+from jaxrl.serve.requests.dialects import parse_responses
 from jaxrl.serve.requests.fields import IGNORED, UNSUPPORTED, ChatFields, CompletionFields
 from jaxrl.serve.requests.prompt import ServerLimits, encode_text, longest_token
 from jaxrl.serve.requests.request import GenerationRequest, parse_chat, parse_completion
-from jaxrl.serve.responses.request import CHAT_NAMES, NO_EFFECT, OTHER, parse_responses
 from jaxrl.serve.structured.grammar import GrammarCompiler
 from jaxrl.tool_calls.formats import FORMATS
 

@@ -1,17 +1,12 @@
-"""Request bodies of /v1/responses, as the chat requests that they are equivalent to."""
+"""Request bodies of OpenAI's Responses API, as the chat requests that they are equivalent to."""
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
-from jaxrl.http.openai import read_object
+from jaxrl.http.fields import IGNORED, unknown_field, unsupported_field
 from jaxrl.json_text import Json
-from jaxrl.serve.requests.fields import IGNORED, unknown_field, unsupported_field
-from jaxrl.serve.requests.prompt import ServerLimits
-from jaxrl.serve.requests.request import GenerationRequest, chat_request
 
 SAME = (  # fields that the chat endpoint has by the same name
     "model",
@@ -51,19 +46,14 @@ OTHER = ("include", "instructions", "tool_choice", "tools")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def parse_responses(
-    raw: bytes, renderer: ChatRenderer, limits: ServerLimits
-) -> tuple[GenerationRequest, Json]:
-    """(the request, the fields of the response object that repeat it).
+def chat_of_responses(body: Mapping[str, Any]) -> Json:
+    """The body of a chat completion with the meaning of a body of /v1/responses.
 
-    Raises RequestError if the body is invalid.
+    Raises RequestError (400) with the name of a field that has no equivalent.
     """
-    found = read_object(raw, max_values=limits.max_values)
-    body = {name: value for name, value in found.items() if value is not None}
-    _check_names(body)
-    with responses_names():
-        request = chat_request(_chat_body(body), renderer, limits)
-    return dataclasses.replace(request, endpoint="responses"), _repeated(body)
+    present = {name: value for name, value in body.items() if value is not None}
+    _check_names(present)
+    return _chat_body(present)
 
 
 @contextlib.contextmanager
@@ -179,7 +169,8 @@ def _tool_choice(choice: Any) -> Any:
     return {"function": choice} if isinstance(choice, dict) else choice
 
 
-def _repeated(body: Json) -> Json:
+def repeated_fields(body: Mapping[str, Any]) -> Json:
+    """The fields of the response object that repeat those of the request."""
     defaults = {
         "instructions": None,
         "max_output_tokens": None,
@@ -191,12 +182,17 @@ def _repeated(body: Json) -> Json:
         "tools": [],
         "top_p": 1.0,
     }
-    return {name: body.get(name, default) for name, default in defaults.items()} | {
-        "background": False,
-        "previous_response_id": None,
-        "store": False,  # nothing of a response is kept
-        "truncation": "disabled",
-    }
+    set_fields = {name: body[name] for name in defaults if body.get(name) is not None}
+    return (
+        defaults
+        | set_fields
+        | {
+            "background": False,
+            "previous_response_id": None,
+            "store": False,  # nothing of a response is kept
+            "truncation": "disabled",
+        }
+    )
 
 
 def _invalid_input(reason: str) -> RequestError:
