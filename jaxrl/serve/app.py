@@ -29,7 +29,7 @@ from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import ResponseFormatter
 from jaxrl.serve.requests.dialects import (
-    Written,
+    WrittenRequest,
     count_tokens,
     parse_messages,
     parse_responses,
@@ -139,7 +139,7 @@ class ServerState:
     async def messages(self, request: Request) -> Response:
         return await self.translate(request, parse_messages)
 
-    async def translate(self, http_request: Request, parse: Parse[Written]) -> Response:
+    async def translate(self, http_request: Request, parse: Parse[WrittenRequest]) -> Response:
         request, writer = await self.parsed(http_request, parse)
         response = self.start(await self.with_grammar(http_request, request))
         chat = ResponseFormatter(response, self.renderer, self.tokens)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxrl.http.dialects.turn import TurnEnd, TurnPiece, TurnWriter
+from jaxrl.http.dialects.turn import EndOfTurn, TurnPiece, TurnWriter
 from jaxrl.http.errors import RequestError
 from jaxrl.http.json_pieces import json_pieces
 from jaxrl.serve.choice import Choice, Delta
@@ -51,9 +51,9 @@ class DialectFormatter:
         logprobs = self._chat.token_logprobs(choice, delta.first_token)
         return TurnPiece(reasoning, content, tuple(logprobs), tuple(calls))
 
-    def _end(self, choice: Choice) -> TurnEnd:
+    def _end(self, choice: Choice) -> EndOfTurn:
         usage = self._chat.usage()
-        return TurnEnd(
+        return EndOfTurn(
             choice.finish_reason,
             usage["prompt_tokens"],
             usage["completion_tokens"],

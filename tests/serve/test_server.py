@@ -949,7 +949,8 @@ def test_a_message_is_the_chat_completion_of_its_input(served, claude):
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert len(pieces) > 3 and "".join(pieces) == text
-    assert (final.content, final.stop_reason) == (found.content, found.stop_reason)
+    assert [b.text for b in final.content] == [b.text for b in found.content]
+    assert final.stop_reason == found.stop_reason
     assert final.usage.output_tokens == found.usage.output_tokens
     stop = text[5:8]
     stopped = claude.messages.create(**GO, system="Be kind.", stop_sequences=[stop])

@@ -109,7 +109,7 @@ def _messages(system: Any, messages: Any) -> list[Json]:
         raise _invalid("messages", "must be a non-empty list")
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else None
+        role = str(message.get("role")) if isinstance(message, dict) else ""
         if role not in ROLES or set(message) - {"role", "content"}:
             raise _invalid(
                 place, f"must be an object of a role of {', '.join(ROLES)} and its content"

@@ -4,7 +4,7 @@ import json
 import secrets
 from collections.abc import Iterator
 
-from jaxrl.http.dialects.turn import TurnEnd, TurnPiece, typed_event
+from jaxrl.http.dialects.turn import EndOfTurn, TurnPiece, typed_event
 from jaxrl.http.errors import RequestError, anthropic_body
 from jaxrl.json_text import Json
 
@@ -27,7 +27,7 @@ class MessagesWriter:
         self._open = ""  # type of the block that is being streamed
         self._called = False
 
-    def full(self, turn: TurnPiece, end: TurnEnd) -> Json:
+    def full(self, turn: TurnPiece, end: EndOfTurn) -> Json:
         content: list[Json] = []
         if turn.reasoning:
             content.append(_thinking(turn.reasoning, UNSIGNED))
@@ -66,7 +66,7 @@ class MessagesWriter:
             yield self._delta("input_json_delta", "partial_json", call["function"]["arguments"])
             yield from self._close_block()
 
-    def end(self, end: TurnEnd) -> Iterator[str]:
+    def end(self, end: EndOfTurn) -> Iterator[str]:
         yield from self._close_block()
         usage = _usage(end.n_prompt_tokens, end.n_tokens)
         yield typed_event("message_delta", {"delta": self._stop(end), "usage": usage})
@@ -75,7 +75,7 @@ class MessagesWriter:
     def error(self, error: RequestError) -> Iterator[str]:
         yield typed_event("error", anthropic_body(error))
 
-    def _stop(self, end: TurnEnd) -> Json:
+    def _stop(self, end: EndOfTurn) -> Json:
         if end.finish == "length":
             reason = "max_tokens"
         elif self._called:

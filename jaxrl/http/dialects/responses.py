@@ -42,6 +42,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported fields, with the values
     "truncation": ("disabled",),
 }
 LOGPROBS = "message.output_text.logprobs"
+NEVER_SENT = "reasoning.encrypted_content"  # reasoning is a part of the text
 OTHER = ("include", "instructions", "tool_choice", "tools")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -86,9 +87,10 @@ def _chat_body(body: Json) -> Json:
         chat["tools"] = _tools(body["tools"])
     if "tool_choice" in body:
         chat["tool_choice"] = _tool_choice(body["tool_choice"])
-    if body.get("include") not in (None, [], [LOGPROBS]):
-        raise RequestError(400, f"include accepts {LOGPROBS} only", param="include")
-    return chat | {"logprobs": body.get("include") == [LOGPROBS] or "top_logprobs" in body}
+    include = body.get("include", [])
+    if not isinstance(include, list) or any(i not in (LOGPROBS, NEVER_SENT) for i in include):
+        raise RequestError(400, f"include accepts a list of {LOGPROBS} only", param="include")
+    return chat | {"logprobs": LOGPROBS in include or "top_logprobs" in body}
 
 
 def _messages(value: Any, instructions: Any) -> list[Json]:
@@ -112,7 +114,7 @@ def _messages(value: Any, instructions: Any) -> list[Json]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = {"role": "tool", "content": _text(item.get("output"))}
+            output = {"role": "tool", "content": _content(item.get("output"))}
             messages.append(output | {"tool_call_id": item.get("call_id")})
         else:
             raise _invalid_input(
@@ -127,20 +129,24 @@ def _message(item: Json) -> Json:
         raise _invalid_input("has a message without a role")
     return {
         "role": "system" if role == "developer" else role,
-        "content": _text(item.get("content")),
+        "content": _content(item.get("content")),
     }
 
 
-def _text(content: Any) -> Any:
-    """The content with its parts as text parts of the chat endpoint, which checks the rest."""
-    if not isinstance(content, list):
-        return content
-    return [
-        part | {"type": "text"}
-        if isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        else part
-        for part in content
-    ]
+def _content(content: Any) -> Any:
+    """The content with its parts in the form of the chat endpoint, which checks the rest."""
+    return list(map(_part, content)) if isinstance(content, list) else content
+
+
+def _part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXT_PARTS:
+        return part | {"type": "text"}
+    if kind == "input_image":
+        if part.get("file_id") is not None:
+            raise _invalid_input("has an image with a file_id; send its image_url")
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    return part
 
 
 def _response_format(text: Any) -> Any:

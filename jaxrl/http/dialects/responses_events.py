@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxrl.http.dialects.turn import TurnEnd, TurnPiece, typed_event
+from jaxrl.http.dialects.turn import EndOfTurn, TurnPiece, typed_event
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Json
 
@@ -26,7 +26,7 @@ class ResponsesWriter:
         self._open: Json | None = None  # the message whose text is being streamed
         self._n_events = 0
 
-    def full(self, turn: TurnPiece, end: TurnEnd) -> Json:
+    def full(self, turn: TurnPiece, end: EndOfTurn) -> Json:
         if turn.content or not turn.calls:
             part = _text_part(turn.content) | {"logprobs": list(turn.logprobs)}
             self._output.append(_message("completed", [part]))
@@ -44,7 +44,7 @@ class ResponsesWriter:
             yield from self._close_text()
             yield from self._call_events(_call_item(call))
 
-    def end(self, end: TurnEnd) -> Iterator[str]:
+    def end(self, end: EndOfTurn) -> Iterator[str]:
         if self._open is None and not self._output:
             yield from self._add_text("", ())
         yield from self._close_text()
@@ -93,7 +93,7 @@ class ResponsesWriter:
         yield self._item_event("response.output_item.done", {"item": item})
         self._output.append(item)
 
-    def _object(self, end: TurnEnd) -> Json:
+    def _object(self, end: EndOfTurn) -> Json:
         cut = end.finish == "length"
         if cut and self._output:
             self._output[-1]["status"] = "incomplete"

@@ -24,7 +24,7 @@ class TurnPiece:
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnEnd:
+class EndOfTurn:
     """How a turn has ended."""
 
     finish: str  # "stop" | "length", of the engine
@@ -39,13 +39,13 @@ class TurnWriter(Protocol):
 
     splits_reasoning: bool
 
-    def full(self, turn: TurnPiece, end: TurnEnd) -> Json: ...
+    def full(self, turn: TurnPiece, end: EndOfTurn) -> Json: ...
 
     def start(self, n_prompt_tokens: int) -> Iterator[str]: ...
 
     def add(self, piece: TurnPiece) -> Iterator[str]: ...
 
-    def end(self, end: TurnEnd) -> Iterator[str]: ...
+    def end(self, end: EndOfTurn) -> Iterator[str]: ...
 
     def error(self, error: RequestError) -> Iterator[str]: ...
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.chat.row_messages import tools_of
-from jaxrl.http.dialects.turn import TurnEnd, TurnPiece
+from jaxrl.http.dialects.turn import EndOfTurn, TurnPiece
 from jaxrl.http.errors import RequestError
 from jaxrl.http.fields import IGNORED, unknown_field
 from jaxrl.http.openai import read_messages, read_object, read_stop, response_head, usage
@@ -89,8 +89,8 @@ class Reply:
         )
 
     @property
-    def end(self) -> TurnEnd:
-        return TurnEnd(self.finish, self.n_prompt_tokens, self.n_tokens, self.stop_string)
+    def end(self) -> EndOfTurn:
+        return EndOfTurn(self.finish, self.n_prompt_tokens, self.n_tokens, self.stop_string)
 
 
 def parse_chat(raw: bytes) -> ChatRequest:

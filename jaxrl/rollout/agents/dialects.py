@@ -10,10 +10,10 @@ from jaxrl.http.dialects.turn import TurnWriter
 from jaxrl.http.openai import read_object
 from jaxrl.rollout.agents.chat import MAX_VALUES, MODEL, ChatRequest, chat_request
 
-type Written = tuple[ChatRequest, TurnWriter]
+type WrittenChat = tuple[ChatRequest, TurnWriter]
 
 
-def parse_messages(raw: bytes) -> Written:
+def parse_messages(raw: bytes) -> WrittenChat:
     """The request of a body of /messages, and the writer of its response.
 
     Raises RequestError (400) if the body is invalid.
@@ -27,7 +27,7 @@ def parse_count(raw: bytes) -> ChatRequest:
     return chat_request(chat_of_count(read_object(raw, max_values=MAX_VALUES)))
 
 
-def parse_responses(raw: bytes) -> Written:
+def parse_responses(raw: bytes) -> WrittenChat:
     """The request of a body of /responses, and the writer of its response.
 
     Raises RequestError (400) if the body is invalid.

@@ -44,7 +44,7 @@ from jaxrl.rollout.agents.chat import (
     parse_chat,
     parse_reward,
 )
-from jaxrl.rollout.agents.dialects import Written, parse_count, parse_messages, parse_responses
+from jaxrl.rollout.agents.dialects import WrittenChat, parse_count, parse_messages, parse_responses
 from jaxrl.rollout.agents.episode import PlacedTurn
 
 MAX_BODY_BYTES, MAX_BODIES_BYTES = 16 << 20, 256 << 20
@@ -172,7 +172,9 @@ class AgentEndpoint:
         with responses_names():
             return await self._write(http_request, parse_responses)
 
-    async def _write(self, http_request: Request, parse: Callable[[bytes], Written]) -> Response:
+    async def _write(
+        self, http_request: Request, parse: Callable[[bytes], WrittenChat]
+    ) -> Response:
         """A turn in the dialect of a writer. A stream has it in one piece."""
         episode, (request, writer) = await self._read(http_request, parse)
         [reply] = await self._replies(http_request, episode, request)

@@ -15,10 +15,10 @@ from jaxrl.serve.requests.request import GenerationRequest, chat_request
 from jaxrl.serve.structured.tools import token_ids
 from jaxrl.tool_calls.reasoning import THINK
 
-type Written = tuple[GenerationRequest, TurnWriter]
+type WrittenRequest = tuple[GenerationRequest, TurnWriter]
 
 
-def parse_responses(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> Written:
+def parse_responses(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> WrittenRequest:
     """The request of a body of /v1/responses, and the writer of its response.
 
     Raises RequestError if the body is invalid.
@@ -30,7 +30,7 @@ def parse_responses(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) ->
     return dataclasses.replace(request, endpoint="responses"), writer
 
 
-def parse_messages(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> Written:
+def parse_messages(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> WrittenRequest:
     """The request of a body of /v1/messages, and the writer of its response.
 
     Raises RequestError if the body is invalid.

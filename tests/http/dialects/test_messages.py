@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.http.dialects.messages import chat_of_count, chat_of_messages
 from jaxrl.http.dialects.messages_events import UNSIGNED, MessagesWriter
-from jaxrl.http.dialects.turn import TurnEnd, TurnPiece
+from jaxrl.http.dialects.turn import EndOfTurn, TurnPiece
 from jaxrl.http.errors import RequestError
 
 HI = [{"role": "user", "content": "hi"}]
@@ -26,7 +26,7 @@ def test_blocks_become_messages_of_a_chat_completion():
     results = [
         {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "2"}]},
         {"type": "tool_result", "tool_use_id": "c2", "is_error": True},
-        {"type": "text", "text": "go on", **cache},
+        {"type": "text", "text": "more", **cache},
         {"type": "image", "source": image},
     ]
     system = [{"type": "text", "text": "Be"}, {"type": "text", "text": " kind."}]
@@ -49,7 +49,7 @@ def test_blocks_become_messages_of_a_chat_completion():
     )
     called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     url = {"url": "data:image/png;base64,AA=="}
-    parts = [{"type": "text", "text": "go on"}, {"type": "image_url", "image_url": url}]
+    parts = [{"type": "text", "text": "more"}, {"type": "image_url", "image_url": url}]
     assert chat == {
         "model": "m",
         "max_tokens": 5,
@@ -119,7 +119,7 @@ def test_what_has_no_equivalent_is_refused_by_name(named):
 
 
 def test_a_message_has_blocks_and_the_reason_of_its_end():
-    message = MessagesWriter("m").full(PIECE, TurnEnd("stop", 7, 3))
+    message = MessagesWriter("m").full(PIECE, EndOfTurn("stop", 7, 3))
     assert message["content"] == [
         {"type": "thinking", "thinking": "why", "signature": UNSIGNED},
         {"type": "text", "text": "so"},
@@ -128,9 +128,9 @@ def test_a_message_has_blocks_and_the_reason_of_its_end():
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
     assert (message["usage"]["input_tokens"], message["usage"]["output_tokens"]) == (7, 3)
     for end, reason in (
-        (TurnEnd("length", 7, 3), "max_tokens"),
-        (TurnEnd("stop", 7, 3), "end_turn"),
-        (TurnEnd("stop", 7, 3, "!"), "stop_sequence"),
+        (EndOfTurn("length", 7, 3), "max_tokens"),
+        (EndOfTurn("stop", 7, 3), "end_turn"),
+        (EndOfTurn("stop", 7, 3, "!"), "stop_sequence"),
     ):
         assert MessagesWriter("m").full(TurnPiece(), end)["stop_reason"] == reason
 
@@ -140,7 +140,7 @@ def test_the_events_of_a_message_are_blocks_one_after_another():
     events = [*writer.start(7)]
     for piece in (TurnPiece("w"), TurnPiece("hy", "s"), TurnPiece("", "o", calls=(CALL, CALL))):
         events += writer.add(piece)
-    events += writer.end(TurnEnd("stop", 7, 3))
+    events += writer.end(EndOfTurn("stop", 7, 3))
     lines = [event.splitlines() for event in events]
     bodies = [json.loads(data.removeprefix("data: ")) for _, data, _ in lines]
     assert [body["type"] for body in bodies] == [
