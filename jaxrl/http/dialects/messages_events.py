@@ -1,12 +1,11 @@
 """Writes turns as Anthropic's Messages API does: the message, its events, and its errors."""
 
-import json
 import secrets
 from collections.abc import Iterator
 
 from jaxrl.http.dialects.turn import EndOfTurn, TurnPiece, typed_event
 from jaxrl.http.errors import RequestError, anthropic_body
-from jaxrl.json_text import Json
+from jaxrl.json_text import Json, parse_json
 
 UNSIGNED = "unsigned"  # clients return a signature with a thinking block; it is not checked
 
@@ -34,7 +33,7 @@ class MessagesWriter:
         if turn.content:
             content.append({"type": "text", "text": turn.content})
         for call in turn.calls:
-            content.append(_tool_use(call, json.loads(call["function"]["arguments"])))
+            content.append(_tool_use(call, parse_json(call["function"]["arguments"])))
         self._called = bool(turn.calls)
         return self._head | {
             "content": content,
