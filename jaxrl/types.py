@@ -206,6 +206,9 @@ class TrainingSample:
     advantages: np.ndarray | None = None  # float32 [response_len]
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss
     selected: np.ndarray | None = None  # bool [response_len], tokens that clip_cov, kl_cov select
+    # int32 [response_len], the part of the objective that trains a token outside the loss mask:
+    # 1 + its index in algorithm.parts; 0 = none
+    parts: np.ndarray | None = None
     truncated: bool = False  # cut off at the token limit
     group: int = 0  # index of the prompt in the step; the samples of a group are adjacent
     prompt_id: int = 0  # for error messages
@@ -262,6 +265,7 @@ class Batch:
     # models.image_features.ImageFeatures on the device; None: no images
     images: Any = None
     axis_positions: Any = None  # int32 [B, T, 3], positions of M-RoPE; None: those of `positions`
+    parts: Any = None  # int32 [B, T], as TrainingSample.parts; None: no further parts
 
 
 @struct.dataclass

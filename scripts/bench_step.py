@@ -10,8 +10,9 @@ lengths such as `prompts=8,n=8,prompt=30,response=16,steps=3` make a workload of
 `--skip-gen` responses are random and the engine is not compiled. `--lora RANK` trains adapters on
 all linear layers instead of all weights; `--merge` merges them into the weights for generation,
 whose time includes the merge. `--set KEY=VALUE`, as often as needed, sets any other key of the
-config, such as `--set learner.offload=optimizer`. With `--cores 1` all threads run on one core;
-tokens per CPU-second are then comparable on a shared machine.
+config, such as `--set learner.offload=optimizer`. `--trace DIR` writes a JAX trace of one more
+step, which scripts/trace_kernels.py reads. With `--cores 1` all threads run on one core; tokens per
+CPU-second are then comparable on a shared machine.
 
 Prints one JSON line with medians over the steps after --warm:
 
@@ -72,6 +73,7 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="steps to run")
     parser.add_argument("--warm", type=int, default=1, help="warm-up steps, not counted")
     parser.add_argument("--cores", type=int, default=0, help="number of cores to use; 0 = all")
+    parser.add_argument("--trace", default="", metavar="DIR", help="trace one more step into DIR")
     parser.add_argument("--token-budget", type=int, default=1024, help="learner.token_budget")
     parser.add_argument("--skip-gen", action="store_true", help="random responses, no engine")
     parser.add_argument("--segment-align", type=int, default=64, help="learner.segment_align")
@@ -128,16 +130,21 @@ def bench(args: argparse.Namespace) -> dict:
         trainer = Trainer(args, cfg, len(steps))
         for i, work in enumerate(steps):
             trainer.step(i, work)
+        measured = trainer.clock.report(args.warm)
+        if args.trace:
+            with jax.profiler.trace(args.trace):
+                trainer.step(len(steps), steps[-1])
     return {
         "system": "jaxrl",
         "workload": workload.get("name", Path(args.workload).stem),
         "config": vars(args),
         "jax": jax.__version__,
-        "phases": trainer.clock.report(args.warm),
+        "phases": measured,
         "padding_fraction": round(trainer.packing["perf/padding_fraction"], 4),
         "shared_fraction": round(trainer.packing["perf/shared_fraction"], 4),
         "rollout": {name: round(value, 4) for name, value in trainer.stats.items()},
         "losses": trainer.losses,
+        "grad_norm": trainer.metrics["optim/grad_norm"],
         "mismatch_logp_diff_max": trainer.metrics["mismatch/logp_diff_max"],
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
@@ -176,6 +183,7 @@ class Trainer:
         from jaxrl.learner.step import make_score, make_update
         from jaxrl.models.decoder import decoder_specs
         from jaxrl.models.lora import adapters, add_adapters, split, without_adapters
+        from jaxrl.runtime.flat_program import flatten
         from jaxrl.runtime.host_memory import keep_freed_memory
         from sharding import copy_tree
         from sharding.rules import DECODE, TRAIN
@@ -190,7 +198,7 @@ class Trainer:
             params = add_adapters(params, lora, seed=0, rules=TRAIN, dtype=args.dtype)
             model_cfg = params.cfg
         optimizer = make_optimizer(cfg.learner, n_steps, split(decoder_specs(model_cfg))[0])
-        self.reference = without_adapters(params) if lora else copy_tree(params)
+        self.reference = flatten(without_adapters(params) if lora else copy_tree(params))
         self.layout = rollout_layout(cfg, model_cfg, params.embed.dtype)
         self.state = init_state(params, optimizer, offload="optimizer" in cfg.learner.offload)
         del params

@@ -74,6 +74,10 @@ AGGREGATIONS = (
     "seq_mean_token_sum",
     "seq_mean_token_sum_norm",
 )
+PART_TOKENS = ("observations", "demonstrations")  # of algorithm.parts
+PART_AGGREGATIONS = tuple(
+    name for name in AGGREGATIONS if name != "token_sum"
+)  # with a denominator
 KLS = ("k1", "abs", "k2", "k3", "k3_unbiased", "full", "k1+", "abs+", "k2+", "k3+", "full+")
 FULL_KLS = ("full", "full+")  # over the whole vocabulary
 KL_PLACES = ("loss", "reward")

@@ -19,6 +19,7 @@ from jaxrl.config.checks.data import data_errors
 from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.optimizer import optimizer_errors
+from jaxrl.config.checks.parts import part_errors
 from jaxrl.config.checks.preference import preference_errors, preference_warnings
 from jaxrl.config.checks.rewards import reward_errors, reward_warnings
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
@@ -130,6 +131,7 @@ def validate(run: RunConfig) -> list[str]:
         *rollout_errors(run),
         *schedule_errors(run),
         *algorithm_errors(run),
+        *part_errors(run),
         *training_sampling_errors(run),
         *model_errors(run),
         *reward_errors(run),

@@ -30,7 +30,7 @@ def content(items: Sequence[Item]) -> Content:
 def check_content(saved: Mapping[str, Content], now: Mapping[str, Content]) -> None:
     """Raises ValueError if a dataset differs from that of a checkpoint.
 
-    Both map data.train and data.val to the content of the dataset.
+    Both map data.train, data.val and data.demonstrations to the content of the dataset.
     """
     lines = [
         f"  {key}: {_change(saved[key], found)}"

@@ -100,6 +100,28 @@ class EndlessItems[T]:
         self._position, self._solved = int(state["step"]), set(state["solved"])
 
 
+class StepItems[T]:
+    """The items of every step: as many of a dataset again and again, shuffled in every epoch.
+
+    They are a pure function of (seed, step), so there is no state to save.
+    """
+
+    def __init__(self, items: Sequence[T], *, per_step: int, shuffle: bool, seed: int):
+        if len(items) < per_step:
+            raise ValueError(
+                f"{len(items)} demonstrations do not fill one step of {per_step}; lower "
+                "data.demonstrations_per_step, or add data to data.demonstrations"
+            )
+        self.items = items
+        order = grain.MapDataset.source(range(len(items))).seed(seed)
+        order = order.shuffle() if shuffle else order
+        self._batches = order.batch(per_step, drop_remainder=True, batch_fn=list).repeat()
+
+    def of_step(self, step: int) -> list[T]:
+        """The items of a step, counted from 0; none is in them twice."""
+        return [self.items[index] for index in cast(list[int], self._batches[step])]
+
+
 class BatchIterator[T]:
     """Endless batches of exactly `prompts_per_step` items, each at most once per epoch.
 

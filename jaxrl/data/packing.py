@@ -280,8 +280,19 @@ def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ra
             images=pack_images(parts, batch.tokens.shape),
             axis_positions=pack_axis_positions(parts, batch.positions),
         )
+        if any(samples[i].parts is not None for i in items):
+            batch = dataclasses.replace(batch, parts=_pack_parts(samples, spans, batch))
         packed.append(Packed(batch, spans))
     return packed
+
+
+def _pack_parts(samples, spans: Sequence[Span], batch: Batch) -> Int[np.ndarray, "B T"]:
+    """The parts of the objective that train the targets of a micro-batch."""
+    parts = np.zeros(batch.tokens.shape, np.int32)
+    for span in spans:
+        if (found := samples[span.item].parts) is not None:
+            parts[span.row, span.start : span.start + span.length] = found
+    return parts
 
 
 def _segment_ids(row: np.ndarray, start: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from jaxrl.learner.policy_objective import (
     Coefs,
     LossSums,
     aggregate_tokens,
+    part_sums,
     token_loss_sums,
     value_sums,
     zero_sums,
@@ -122,7 +123,8 @@ def policy_objective(
 ) -> tuple[Float[Array, ""], LossSums]:
     """`token_loss_sums` of the policy from its final hidden states.
 
-    A shared critic adds loss_coef times the value loss. Only a KL over the vocabulary needs `ref`.
+    The parts of algorithm.parts are added. A shared critic adds loss_coef times the value loss.
+    Only a KL over the vocabulary needs `ref`.
     """
     scores = _scorer(params, hidden, batch, cfg=cfg, rules=rules)(ref=ref)
     values = params.scores(hidden, rules) if cfg.critic.shared else None
@@ -138,6 +140,10 @@ def policy_objective(
         cfg=cfg,
         log_mass=scores.log_mass if restricted else None,
     )
+    if batch.parts is not None:
+        assert coefs is not None  # `adapts_coefs`
+        part, means = part_sums(scores.logp, batch, coefs, cfg=cfg)
+        loss, sums = loss + part, dataclasses.replace(sums, means=sums.means | means)
     if values is not None:
         value, extra = value_sums(values, batch, cfg=cfg)
         loss = loss + cfg.critic.loss_coef * value
@@ -309,7 +315,10 @@ def _packed_inputs(batch: Batch, cfg: RunConfig) -> dict[str, Any]:
 
 
 def _scorer(params: Decoder, hidden, batch: Batch, *, cfg, rules) -> Callable[..., TokenScores]:
-    """`token_scores` of the targets in the loss."""
+    """`token_scores` of the targets in the loss, those of its further parts included."""
+    mask = batch.mask
+    if batch.parts is not None:
+        mask = jnp.maximum(mask, (batch.parts > 0).astype(mask.dtype))
     return functools.partial(
         token_scores,
         hidden,
@@ -317,7 +326,7 @@ def _scorer(params: Decoder, hidden, batch: Batch, *, cfg, rules) -> Callable[..
         batch.targets,
         change=params.head_change(hidden, rules),
         support=batch.support,
-        mask=batch.mask,
+        mask=mask,
         **_head(params, cfg, rules),
     )
 

@@ -22,6 +22,7 @@ from jaxrl.algorithms.losses.value_loss import clipped, value_loss
 from jaxrl.algorithms.segment import segment_sum
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.config.parts import parse_parts
 from jaxrl.learner.requirements import kl_in_loss, needs_every_response, ratio_source
 from jaxrl.learner.router import no_load
 from jaxrl.models.config import DecoderConfig
@@ -78,6 +79,7 @@ class Coefs:
     kl: Tree  # float32 []
     entropy: Tree  # float32 []
     mean_weight: Tree = 1.0  # float32 [], of the importance weights, which are divided by it
+    parts: Tree = ()  # float32 [] for each of algorithm.parts: factor of its sum in the loss
 
 
 def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig, *, replays: bool = False) -> LossSums:
@@ -91,6 +93,7 @@ def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig, *, replays: bool = Fal
         losses, maxima = LOSSES, MAXIMA
         means = MEANS + (CORRECTION_MEANS if cfg.has_correction else ())
         means += KL_MEANS if kl_in_loss(cfg) else ()
+        means += tuple(f"loss/{part.name}" for part in parse_parts(cfg.parts))
     if "score" in model.heads:
         losses, means = (*losses, *VALUE_LOSSES), (*means, *VALUE_MEANS)
     return LossSums(
@@ -328,6 +331,30 @@ def reference_kl(
     if exact_kl is not None:
         inputs["exact_kl"] = apply_mask(exact_kl, batch.mask)
     return apply(lookup(KL_ESTIMATORS, cfg.kl_estimator, "algorithm.kl"), inputs, cfg)
+
+
+def part_sums(
+    logp: Float[Array, "B T"], batch: Batch, coefs: Coefs, *, cfg: RunConfig
+) -> tuple[Float[Array, ""], dict[str, SumAndWeight]]:
+    """(loss, means) of algorithm.parts: Σ_k c_k Σ_t -log π(y_t), over the tokens t of part k.
+
+    The sum over tokens is that of the part's aggregation. c_k = w_k W / N_k with the denominators
+    W of the policy's terms and N_k of the part, both of the whole mini-batch: the loss is divided
+    by W, so that w_k L_k / N_k remains (`part_coefs`). Tokens of a row must be in sequence order.
+    """
+    loss, means = jnp.zeros(()), {}
+    for i, part in enumerate(parse_parts(cfg.algorithm.parts)):
+        mask = (batch.parts == i + 1).astype(jnp.float32)
+        total, weight = aggregate(
+            -apply_mask(logp, mask),
+            mask,
+            jnp.maximum(segment_sum(mask, batch.segments), 1.0),
+            mode=part.options.aggregation,
+            max_response_len=cfg.data.max_response_len,
+        )
+        loss = loss + coefs.parts[i] * total
+        means[f"loss/{part.name}"] = jax.lax.stop_gradient((total, weight))
+    return loss, means
 
 
 def value_sums(

@@ -68,6 +68,7 @@ class TrainingProgram:
     n_vocab: int = 0  # ids in the bitsets of supports; 0: the programs read none
     routing: tuple[int, int] | None = None  # shape of a token's experts; None: they read none
     encoder: ImageEncoder | None = None  # of the features of images; None: they read none
+    has_parts: bool = False  # whether they read the parts of the objective
     on_mesh: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     with_pages: bool = False  # runs while the engine has its KV pages
 
@@ -92,7 +93,12 @@ class TrainingProgram:
         with self.on_mesh():
             shape, rules = (self.n_ranks * rows, row_len), self.rules
             batch = abstract_batch(
-                *shape, rules, n_vocab=self.n_vocab, routing=self.routing, encoder=self.encoder
+                *shape,
+                rules,
+                n_vocab=self.n_vocab,
+                routing=self.routing,
+                encoder=self.encoder,
+                has_parts=self.has_parts,
             )
             lowerings = self.lower(batch)
         return {name: functools.partial(lower_on_mesh, one) for name, one in lowerings.items()}
@@ -176,6 +182,7 @@ def _policy_update(models: TrainingModels) -> TrainingProgram:
         n_vocab=models.update.n_vocab(models.state.params),
         routing=models.update.routing(models.state.params),
         encoder=models.update.encoder,
+        has_parts=models.update.has_parts,
     )
 
 
@@ -327,6 +334,7 @@ def abstract_batch(
     n_vocab: int = 0,
     routing: tuple[int, int] | None = None,
     encoder: ImageEncoder | None = None,
+    has_parts: bool = False,
 ) -> Batch:
     """A micro-batch on the current mesh; the other arguments are as in `put_batch`."""
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
@@ -337,7 +345,7 @@ def abstract_batch(
     batch = empty_batch(1, row_len)
     if encoder is not None:
         batch = dataclasses.replace(batch, axis_positions=encoder.axis_positions(batch))
-    batch = jax.tree.map(abstract, for_device(batch, n_vocab, routing))
+    batch = jax.tree.map(abstract, for_device(batch, n_vocab, routing, has_parts))
     if encoder is not None:
         features = encoder.abstract(n_rows, row_len, rules)
         batch = dataclasses.replace(batch, images=features)

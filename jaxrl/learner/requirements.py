@@ -3,6 +3,7 @@
 from jaxrl.algorithms.kl import KL_ESTIMATORS, KLEstimator
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.config.parts import parse_parts
 
 
 def ratio_source(cfg: RunConfig) -> str:
@@ -48,13 +49,15 @@ def kl_in_loss(cfg: AlgorithmConfig) -> bool:
 def needs_every_response(cfg: RunConfig) -> bool:
     """Whether an update needs responses with advantages of 0.
 
-    KL, entropy, load-balancing and value terms and the squared log ratio give them a gradient. If
+    KL, entropy, load-balancing and value terms, the squared log ratio and a part of the objective
+    on observations give them a gradient. If
     rejected tokens leave the denominator, only the update knows which do. The quantile of a
     selection by entropy is over the tokens of all.
     """
     algo = cfg.algorithm
     in_loss = algo.has_entropy or kl_in_loss(algo) or cfg.critic.shared
     in_loss = in_loss or algo.log_ratio_penalty != 0.0 or algo.top_entropy < 1.0
+    in_loss = in_loss or any(part.tokens == "observations" for part in parse_parts(algo.parts))
     return in_loss or algo.removes_rejected or cfg.learner.router_aux_coef != 0.0
 
 
@@ -83,7 +86,8 @@ def needs_ref_logp(cfg: RunConfig) -> bool:
 def adapts_coefs(cfg: RunConfig) -> bool:
     """Whether the coefficients of the loss change from update to update."""
     algo = cfg.algorithm
-    return algo.kl_target > 0.0 or algo.entropy_target > 0.0 or algo.correction_normalize
+    targets = algo.kl_target > 0.0 or algo.entropy_target > 0.0
+    return targets or algo.correction_normalize or bool(algo.parts)
 
 
 def _kl_estimator(cfg: RunConfig) -> KLEstimator:

@@ -148,7 +148,7 @@ class Scorer:
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
     """Host batches of one shape as one batch, with the rows of the first one first."""
-    other = dict(support=None, experts=None, images=None, axis_positions=None)
+    other = dict(support=None, experts=None, images=None, axis_positions=None, parts=None)
     plain = [dataclasses.replace(part, **other) for part in parts]
     joined, size = jax.tree.map(lambda *rows: np.concatenate(rows), *plain), parts[0].tokens.size
     return dataclasses.replace(

@@ -71,19 +71,21 @@ def put_batch(
     n_vocab: int = 0,
     routing: tuple[int, int] | None = None,
     encoder: ImageEncoder | None = None,
+    has_parts: bool = False,
 ) -> Batch:
     """Puts a host batch onto the mesh, rows sharded over the data-parallel axes.
 
     Tokens are in the order of the rules (zig-zag for ring attention). Every process passes the
     whole batch. The supports become bitsets of `n_vocab` ids, or are left out if it is 0; the
-    experts become arrays of the shape `routing` per token, or are left out without one. With an
-    `encoder` the batch has features of images, all zero where it has none.
+    experts become arrays of the shape `routing` per token, or are left out without one. The parts
+    of the objective are left out without `has_parts`. With an `encoder` the batch has features of
+    images, all zero where it has none.
     """
     check_images(batch, encoder)
     if encoder is None:
-        return sharding.put_batch(for_device(batch, n_vocab, routing), rules)
+        return sharding.put_batch(for_device(batch, n_vocab, routing, has_parts), rules)
     batch = encoder.put(batch, rules)
-    rest = for_device(dataclasses.replace(batch, images=None), n_vocab, routing)
+    rest = for_device(dataclasses.replace(batch, images=None), n_vocab, routing, has_parts)
     return dataclasses.replace(sharding.put_batch(rest, rules), images=batch.images)
 
 
@@ -96,13 +98,20 @@ def check_images(batch: Batch, encoder: ImageEncoder | None) -> None:
         )
 
 
-def for_device(batch: Batch, n_vocab: int = 0, routing: tuple[int, int] | None = None) -> Batch:
-    """A host batch whose supports and experts are arrays, as in `put_batch`."""
+def for_device(
+    batch: Batch,
+    n_vocab: int = 0,
+    routing: tuple[int, int] | None = None,
+    has_parts: bool = False,
+) -> Batch:
+    """A host batch whose supports, experts and parts are arrays, as in `put_batch`."""
     shape = batch.tokens.shape
+    parts = np.zeros(shape, np.int32) if batch.parts is None else batch.parts
     return dataclasses.replace(
         batch,
         support=to_bits(batch.support, shape, n_vocab) if n_vocab else None,
         experts=to_array(batch.experts, shape, routing) if routing else None,
+        parts=parts if has_parts else None,
     )
 
 
@@ -164,10 +173,15 @@ class Update:
         self._balances = cfg.learner.router_aux_coef != 0
         self._bias_rate = cfg.learner.router_bias_rate
         self._restricts = cfg.algorithm.keep_sampling_mask
-        self.put = functools.partial(put_batch, rules=rules, encoder=encoder)
+        # A critic's loss has no further parts.
+        self.has_parts = objective is policy_objective and bool(cfg.algorithm.parts)
+        self.put = functools.partial(
+            put_batch, rules=rules, encoder=encoder, has_parts=self.has_parts
+        )
         # Changing coefficients are array arguments: as constants they would recompile every step.
         self._adapts = adapts_coefs(cfg)
-        self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
+        no_parts = (0.0,) * len(cfg.algorithm.parts)
+        self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef, parts=no_parts)
         self._offload = "gradients" in cfg.learner.offload
         self._replays = cfg.learner.replays
         zeros = functools.partial(_zeros, cfg=cfg, zero=optimizer.zero, offload=self._offload)
@@ -192,7 +206,7 @@ class Update:
         """(next state, metrics). `state` is donated: it must not be used afterwards.
 
         `extra_weight` counts rollouts without gradient that `batches` leaves out, in the unit of
-        `algorithm.aggregation` (`idle_weight`). `coefs` are this update's coefficients of KL and
+        `algorithm.aggregation` (`policy_weight`). `coefs` are this update's coefficients of KL and
         entropy, if the config adapts them. `on_micro_batch(i)` is called when micro-batch i is
         known to be computed, while later ones are in flight. With a load-balancing loss a first
         pass over the micro-batches counts the tokens of each expert (learner/router.py).

@@ -334,7 +334,8 @@ def _passes_seconds(
     backward += (2 * wide + 2 * 4) * sizes.trained / chip.memory_bytes_per_s
     if "gradients" in settings.offload:  # the sums, to the device and back
         backward += 2 * sizes.gradient_bytes / chip.host_bytes_per_s
-    micro_batches = math.ceil(job.n_sequences * seq_len / (sizes.ranks * sizes.tokens))
+    trained = job.n_sequences + job.cfg.data.demonstrations_per_step
+    micro_batches = math.ceil(trained * seq_len / (sizes.ranks * sizes.tokens))
     return micro_batches * (scored * forward + epochs * (forward + backward))
 
 

@@ -312,7 +312,8 @@ def calls_per_step(
 
     `sequences` is the number that an engine replica decodes at the same time.
     """
-    tokens = run.n_sequences * (lengths.prompt + lengths.response)
+    trained = run.n_sequences + cfg.data.demonstrations_per_step
+    tokens = trained * (lengths.prompt + lengths.response)
     table = run.table.items()
     training = {name: program.row.calls(name, tokens) for name, program in table if program.row}
     resharding = {"reshard_score": 1, "reshard_ref": 1}

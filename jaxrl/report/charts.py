@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jaxrl.config.choices import PART_TOKENS
 from jaxrl.report.record import Points, Record, thin
 
 PHASES = {
@@ -98,6 +99,9 @@ def rl_charts(record: Record) -> list[Chart]:
 
 def policy_charts(record: Record) -> list[Chart]:
     """Charts of a run with rollouts: policy loss, critic, rollout-trainer mismatch."""
+    kinds = tuple(f"loss/{tokens}" for tokens in PART_TOKENS)
+    parts = [n for n in record.series if n.startswith(kinds)]
+    parts = [n for n in parts if not n.endswith(("_tokens", "_weight"))]
     return [
         Chart(
             "KL",
@@ -109,6 +113,7 @@ def policy_charts(record: Record) -> list[Chart]:
             },
         ),
         Chart("Entropy", "nats per token", {"loss/entropy": "entropy"}),
+        Chart("Cross-entropy of parts", "nats per token", legend(parts, "loss/")),
         Chart("Clip fraction", "tokens whose ratio was clipped", {"loss/clip_fraction": "clipped"}),
         *(value_charts() if "critic/loss" in record.series else []),
         Chart(

@@ -163,11 +163,10 @@ def check_same_identity(identities: Sequence[Identity]) -> None:
         )
 
 
-def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
-    """Raises AgreedError if the processes read different data."""
+def check_same_data(datasets: Mapping[str, Sequence[Item]]) -> None:
+    """Raises AgreedError if the processes read different data; by the keys of the sources."""
     if hosts.n_processes() == 1:
         return
-    datasets = {"data.train": train, "data.val": val}
     mine = {
         name: (len(items), digest(map(str.encode, content(items).values())))
         for name, items in datasets.items()

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.content import Content
-from jaxrl.data.iterator import Batches
+from jaxrl.data.iterator import Batches, StepItems
 from jaxrl.data.packing import Packed, sequence_lens, shared_lens
 from jaxrl.learner.coefficients import Coefficients
 from jaxrl.learner.requirements import shares_base
@@ -28,7 +28,7 @@ from jaxrl.tracking.logger import Logger
 from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
 from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.session import Session
-from jaxrl.types import ScoredRollout, TrainState
+from jaxrl.types import Demonstration, ScoredRollout, TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -109,7 +109,7 @@ class Core:
     learner: Learner
     iterator: Batches
     val: Sequence  # validation items, of the same type as the iterator's
-    contents: Mapping[str, Content]  # hashes of data.train and data.val
+    contents: Mapping[str, Content]  # hashes of data.train, data.val and data.demonstrations
     clock: Clock
     state: TrainState  # the only reference: an update donates it
     reference: Decoder | None  # a separate reference model; see `ref_params`
@@ -119,6 +119,7 @@ class Core:
     position: dict  # iterator state after the steps done
     # Makes JSON of what was in flight after these steps; None: a step leaves nothing in flight.
     in_flight: Callable[[], dict[str, Any]] | None
+    demonstrations: StepItems[Demonstration] | None = None  # of data.demonstrations
 
     def check_stop(self) -> None:
         """Raises Interrupted on a stop signal, only before the first update of the step."""

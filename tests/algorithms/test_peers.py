@@ -31,7 +31,8 @@ from jaxrl.learner.policy_objective import (
     token_loss_sums,
 )
 from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
-from jaxrl.trainer.phases.mini_batches import MiniBatch, idle_weight, with_mean_weight
+from jaxrl.trainer.phases.mini_batches import MiniBatch, with_mean_weight
+from jaxrl.trainer.phases.parts import sequences_weight
 from jaxrl.types import TrainingSample
 from tests.algorithms import peers
 
@@ -143,7 +144,7 @@ def loss_and_gradient(function, cfg, aggregation="token_mean"):
         assert not np.asarray(grad)[np.asarray(batch.mask) == 0].any()
         sums, weights = sums + float(value), weights + float(weight)
         grads.append(grad)
-    weights += idle_weight([], mode=aggregation)
+    weights += sequences_weight([], mode=aggregation)
     return sums / weights, rows_of(grads) / weights
 
 

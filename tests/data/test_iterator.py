@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.data.iterator import BatchIterator
+from jaxrl.data.iterator import BatchIterator, StepItems
 from jaxrl.types import Prompt
 
 
@@ -99,3 +99,14 @@ def test_nothing_is_skipped_without_skip_solved():
     iterator = iterate(n=4, per_step=2, shuffle=False)
     iterator.mark_solved([0, 1])
     assert take(iterator, 3) == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_the_items_of_a_step_are_a_function_of_the_step():
+    items = StepItems(list("abcdefg"), per_step=2, shuffle=True, seed=3)
+    steps = [items.of_step(step) for step in range(6)]
+    assert [items.of_step(step) for step in reversed(range(6))] == steps[::-1]
+    for epoch in (steps[:3], steps[3:]):  # each drops one of the seven
+        assert len({item for step in epoch for item in step}) == 6
+    assert StepItems(list("abc"), per_step=2, shuffle=False, seed=3).of_step(5) == ["a", "b"]
+    with pytest.raises(ValueError, match="3 demonstrations do not fill one step of 4"):
+        StepItems(list("abc"), per_step=4, shuffle=True, seed=3)

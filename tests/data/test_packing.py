@@ -1,5 +1,7 @@
 """Tests of jaxrl/data/packing.py."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -45,12 +47,20 @@ def test_two_sequences_in_a_row_by_hand():
     assert packed.padding_fraction == 3 / 8
 
 
+def test_parts_are_at_the_targets_that_they_train():
+    observed = np.array([0, 1, 1], np.int32)
+    samples = [dataclasses.replace(make_sample(0, 2, 3), parts=observed), make_sample(1, 1, 2)]
+    [packed] = pack(samples, shapes=((1, 8),), align=4, n_ranks=1)
+    # prompt of 2: the first response token is the target of place 1
+    assert packed.batch.parts.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0]]
+
+
 def test_batch_fields_have_the_declared_dtypes():
     [packed] = pack([make_sample(0, 2, 2)], shapes=((1, 8),), align=4, n_ranks=1)
     integers = {"tokens", "targets", "segments", "positions", "until", "copies"}
     fields = vars(packed.batch)
-    optional = [fields.pop(name) for name in ("support", "experts", "images", "axis_positions")]
-    assert optional == [None] * 4
+    names = "support", "experts", "images", "axis_positions", "parts"
+    assert [fields.pop(name) for name in names] == [None] * 5
     for name, array in fields.items():
         assert array.dtype == (np.int32 if name in integers else np.float32), name
 

@@ -15,9 +15,15 @@ import pytest
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention.triton import attention_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.gated_delta.step import gated_delta_step_xla
+from jaxrl.kernels.gated_delta.step_gpu import gated_delta_step_gpu
 from jaxrl.kernels.grouped_matmul import grouped_matmul
 from jaxrl.kernels.grouped_matmul.triton import grouped_matmul_triton
+from jaxrl.kernels.paged_attention.reference import paged_attention_reference
+from jaxrl.kernels.paged_attention.triton import paged_attention_triton
+from jaxrl.kernels.quantized import dequantize, quantize
 from jaxrl.kernels.visibility import separate_segments
+from sharding import DECODE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 EMULATED = jax.default_backend() != "gpu"
@@ -105,3 +111,57 @@ def test_attention_and_its_gradients(one_device, heads, options, shared, block):
         want = jax.jit(functools.partial(run, attention_reference))(*wide)
     got = jax.jit(functools.partial(run, functools.partial(packed, block=block)))(*arrays)
     assert_close(got, want)
+
+
+@pytest.mark.parametrize("n_queries", [1, 64])  # decode, and a chunk of a prompt
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((12, 2, 128), dict()),
+        ((8, 8, 64), dict(window=300, softcap=20.0)),
+        ((16, 2, 64), dict(sinks=True)),
+    ],
+)
+def test_paged_attention(one_device, heads, options, quantized, n_queries):
+    N, K, H = heads
+    B, page_len, n_columns = 5, 128, 9
+    keys = jax.random.split(jax.random.key(3), 3)
+    q = jax.random.normal(keys[0], (B, n_queries, N, H), jnp.bfloat16)
+    shape = (B * n_columns + 3, K, page_len, H)
+    pools = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:]]
+    table = np.random.default_rng(0).permutation(B * n_columns).reshape(B, n_columns)
+    last = np.array([n_columns * page_len - 1, 700, 64, 300, -1])[:, None]
+    positions = np.maximum(last - np.arange(n_queries)[::-1], -1)  # -1 is padding
+    how = dict(
+        spec=AttentionSpec(H**-0.5, options.get("softcap"), DECODE),
+        page_table=jnp.asarray(table, jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        window=options.get("window", 0),
+        sinks=jnp.linspace(-2.0, 3.0, N) if options.get("sinks") else None,
+    )
+    attend = functools.partial(paged_attention_triton, interpret=EMULATED, **how)
+    if quantized:
+        pools = [quantize(pool, n_shared=1, dtype=jnp.int8) for pool in pools]
+    wide = [dequantize(pool) for pool in pools]
+    got = jax.jit(attend)(q, *pools)
+    with jax.default_matmul_precision("highest"):
+        reference = functools.partial(paged_attention_reference, **how)
+        want = jax.jit(reference)(q.astype(jnp.float32), *wide)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 4])
+def test_gated_delta_step(n_tokens):
+    B, K, N, D, V = 4, 2, 4, 128, 128
+    keys = jax.random.split(jax.random.key(4), 6)
+    q, k = (jax.random.normal(key, (B, n_tokens, K, D)) / D**0.5 for key in keys[:2])
+    v = jax.random.normal(keys[2], (B, n_tokens, N, V))
+    g = -jax.random.uniform(keys[3], (B, n_tokens, N))
+    beta = jax.random.uniform(keys[4], (B, n_tokens, N))
+    states = jax.random.normal(keys[5], (B + 2, N, D, V))
+    arrays = (q, k, v, g, beta, states, jnp.array([3, 1, 5, 0], jnp.int32))
+    got = jax.jit(functools.partial(gated_delta_step_gpu, interpret=EMULATED))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(gated_delta_step_xla)(*arrays)
+    assert_close(got, want, tol=1e-4)

@@ -100,6 +100,13 @@ class AlgorithmConfig:
         choices=AGGREGATIONS,
         or_path=True,
     )
+    parts: tuple[str, ...] = key(
+        (),
+        "Cross-entropy terms in addition to the policy's terms, each with its own weight and "
+        "denominator: 'observations?weight=0.1' (ECHO: tokens of the environment), "
+        "'demonstrations?weight=0.5' (of data.demonstrations); options: weight, aggregation, "
+        "source, final_weight, ramp",
+    )
     teacher: str = key(
         "",
         "Reference model of the KL term, in any form that model.path accepts, with the policy's "

@@ -24,6 +24,14 @@ class DataConfig:
         "'task:addition?digits=1,2'",
     )
     val: tuple[str, ...] = key((), "Validation prompts, in the same forms; () = no validation")
+    demonstrations: tuple[str, ...] = key(
+        (),
+        "Demonstrations that an RL run trains on as well, with a part 'demonstrations' in "
+        "algorithm.parts: sources as those of data.train, with the rows of SFT",
+    )
+    demonstrations_per_step: int = key(
+        0, "Demonstrations per training step (global), divided over its updates", ge=0
+    )
     columns: tuple[str, ...] = key(
         (),
         "Names of columns as 'name:column', such as 'prompt:input', 'answer:label': the data's "

@@ -106,9 +106,13 @@ class RunConfig:
         return self.learner.mini_batch_prompts or self.data.prompts_per_step
 
     @property
+    def mini_batches_per_step(self) -> int:
+        return self.data.prompts_per_step // self.mini_batch_prompts
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps of one training step."""
-        return self.data.prompts_per_step // self.mini_batch_prompts * self.learner.epochs
+        return self.mini_batches_per_step * self.learner.epochs
 
     @property
     def shares_prefixes(self) -> bool:

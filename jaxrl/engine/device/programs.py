@@ -38,10 +38,11 @@ from sharding import Rules, target_platform
 # weights are arguments, every decode step would copy those of q, k, v and of gate and up into one
 # array, which moves them three times instead of once. Other platforms ignore the option.
 COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0, **ROUND_AS_WRITTEN}
-# XLA's default kinds of operations in CUDA graphs, and loops.
+# XLA's default kinds of operations in CUDA graphs, and loops. There is no kind for the kernels of
+# collectives before JAX 0.12.
 IN_GRAPHS = (
     "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "DYNAMIC_SLICE_FUSION",
-    "COLLECTIVES_KERNEL", "WHILE",
+    "WHILE", *(["COLLECTIVES_KERNEL"] if jax.__version_info__ >= (0, 12) else []),
 )  # fmt: skip
 GRAPH_OPTIONS = {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS)}
 

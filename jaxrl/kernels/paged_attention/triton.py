@@ -81,31 +81,23 @@ def _local_attention(
         pools, dtype = [k_pages.values, v_pages.values, k_pages.scale, v_pages.scale], q.dtype
     rows = split_rows(
         q.astype(dtype), positions, window,
-        n_kv_heads=K, page_len=page_len, max_queries=MAX_QUERIES,
-        size=lambda M: max(pl.next_power_of_2(M), MIN_ROWS),
+        n_kv_heads=K, page_len=page_len, max_queries=MAX_QUERIES, size=lambda M: M,
     )  # fmt: skip
     n_rows, _, M, _ = rows.q.shape
     n_columns = table.shape[1]
     scalars = table.reshape(-1), rows.low, rows.high, rows.window[None]
     split = n_rows * K < ENOUGH_PROGRAMS
     n_parts = min(pl.cdiv(TARGET_PROGRAMS, n_rows * K), n_columns) if split else 1
+    whole = n_parts == 1 and sinks is None  # nothing is left to do after the kernel
     mean, norm = pl.pallas_call(
         functools.partial(
             _kernel, n_columns=n_columns, n_pieces=n_rows // len(table), n_parts=n_parts, spec=spec
         ),
         grid=(n_rows, K, n_parts),
-        in_specs=[
-            *[pl.no_block_spec] * 4,
-            pl.BlockSpec((None, None, M, H), lambda r, h, s: (r, h, 0, 0)),
-            pl.BlockSpec((None, M), lambda r, h, s: (r, 0)),
-            *[pl.no_block_spec] * len(pools),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, M, H), lambda r, h, s: (s, r, h, 0, 0)),
-            pl.BlockSpec((None, None, None, M), lambda r, h, s: (s, r, h, 0)),
-        ],
+        in_specs=[pl.no_block_spec] * (6 + len(pools)),
+        out_specs=[pl.no_block_spec] * 2,
         out_shape=[
-            jax.ShapeDtypeStruct((n_parts, n_rows, K, M, H), jnp.float32),
+            jax.ShapeDtypeStruct((n_parts, n_rows, K, M, H), q.dtype if whole else jnp.float32),
             jax.ShapeDtypeStruct((n_parts, n_rows, K, M), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
@@ -120,7 +112,6 @@ def _local_attention(
         out = jnp.sum(mean * share[..., None], axis=0)
     n_tokens = q.shape[0] * q.shape[1] // n_rows  # of a row
     if (sinks := row_sinks(sinks, K, n_tokens)) is not None:
-        sinks = jnp.pad(sinks, ((0, 0), (0, M - sinks.shape[1])))
         out, _ = add_sinks(out, jax.nn.logsumexp(norm, axis=0), sinks)
     return join_rows(out, q.shape).astype(q.dtype)
 
@@ -129,12 +120,21 @@ def _kernel(
     table, low, high, window, q_ref, last_ref, k_pages, v_pages, *scales_and_results,
     n_columns, n_pieces, n_parts, spec: AttentionSpec,
 ):  # fmt: skip
-    """Mean over the visible keys and its log-sum, for one part of a row's pages and one kv head."""
+    """Mean over the visible keys and its log-sum, for one part of a row's pages and one kv head.
+
+    A product needs a power of two of queries: those past the row's are masked here, because padded
+    arrays would be written and read in every layer.
+    """
     *scales, mean_ref, norm_ref = scales_and_results  # scales of quantized pages only
     row, head, part = (pl.program_id(axis) for axis in range(3))
     page_len = k_pages.shape[2]
     keys = min(KEY_BLOCK, page_len)
-    q, last = q_ref[...], last_ref[...]
+    M, H = q_ref.shape[2:]
+    query = jnp.arange(max(pl.next_power_of_2(M), MIN_ROWS))
+    exists = query < M
+    place = row, head, query[:, None], jnp.arange(H)[None]
+    q = plgpu.load(q_ref.at[place], mask=exists[:, None], other=0)
+    last = plgpu.load(last_ref.at[row, query], mask=exists, other=-1)
     size = lax.div(high[row] - low[row] + n_parts - 1, n_parts)
     start = low[row] + part * size
     end = jnp.minimum(start + size, high[row])
@@ -157,11 +157,12 @@ def _kernel(
         )
         return new, denominator * correction + jnp.sum(weights, axis=1), numerator
 
-    M, H = q.shape
-    empty = jnp.full(M, MASKED), jnp.zeros(M), jnp.zeros((M, H))
+    empty = jnp.full(query.shape, MASKED), jnp.zeros(query.shape), jnp.zeros(q.shape)
     n_blocks = jnp.maximum(end - start, 0) * (page_len // keys)
     max_score, denominator, numerator = lax.fori_loop(0, n_blocks, block, empty)
     any_visible = max_score > MASKED
     denominator = jnp.where(any_visible, denominator, 1.0)
-    mean_ref[...] = jnp.where(any_visible[:, None], numerator, 0.0) / denominator[:, None]
-    norm_ref[...] = jnp.where(any_visible, max_score + jnp.log(denominator), MASKED)
+    mean = jnp.where(any_visible[:, None], numerator, 0.0) / denominator[:, None]
+    norm = jnp.where(any_visible, max_score + jnp.log(denominator), MASKED)
+    plgpu.store(mean_ref.at[part, *place], mean.astype(mean_ref.dtype), mask=exists[:, None])
+    plgpu.store(norm_ref.at[part, row, head, query], norm, mask=exists)

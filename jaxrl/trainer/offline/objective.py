@@ -20,7 +20,7 @@ from jaxrl.types import Batch, Demonstration, TrainingSample
 # Sections and keys of the config that offline training does not use.
 UNUSED_SECTIONS = (
     *("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule"),
-    "data.rendered_prompts",
+    *("data.rendered_prompts", "data.demonstrations", "data.demonstrations_per_step"),
 )
 
 

@@ -19,6 +19,7 @@ from jaxrl.trainer.phases.mini_batches import (
     to_samples,
     with_scores,
 )
+from jaxrl.trainer.phases.parts import given_samples, part_metrics, with_observations
 from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
@@ -66,7 +67,11 @@ def make_experience(
     if baselines is not None:
         baselines = scaled_rewards(baselines, scale, cfg.reward)
     sampled = [
-        to_samples(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward))
+        with_observations(
+            to_samples(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward)),
+            r.rollout.prompt.source,
+            cfg.algorithm,
+        )
         for i, group in enumerate(groups)
         for r in group
     ]
@@ -75,6 +80,8 @@ def make_experience(
     rewards = np.repeat(scaled_rewards(raw_rewards, scale, cfg.reward), n_samples)
     if baselines is not None:
         baselines = np.repeat(baselines, n_samples)
+    given = core.demonstrations.of_step(core.clock.step) if core.demonstrations else []
+    demonstrations = given_samples(given, cfg.algorithm)
     if core.learner.value_scorer is not None:
         samples = add_values(core, core.learner.value_scorer, samples)
     with core.clock.timed("adv"), core.no_compile("scoring"):
@@ -88,8 +95,12 @@ def make_experience(
             parts=reward_parts(rollouts, n_samples, cfg),
             kl_coef=core.coefs.kl,
             seed=core.sampling_seed(validation=False),
+            step=core.clock.step,
+            demonstrations=demonstrations,
         )
-    return Experience(mini_batches, len(rollouts), scale, metrics | more_metrics)
+    trained = [*samples, *demonstrations]
+    metrics |= more_metrics | part_metrics(trained, core.clock.step, cfg.algorithm)
+    return Experience(mini_batches, len(rollouts), scale, metrics)
 
 
 def score(core: Core, mini_batches: list[MiniBatch]) -> list[MiniBatch]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algorithms.kl import KL_ESTIMATORS
-from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, SumAndWeight, apply_mask
+from jaxrl.algorithms.losses.aggregation import SumAndWeight, apply_mask
 from jaxrl.algorithms.losses.covariance import covariances, select_top_entropy
 from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
@@ -27,6 +27,7 @@ from jaxrl.data.packing import (
 )
 from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
+from jaxrl.trainer.phases.parts import part_coefs, policy_weight
 from jaxrl.types import Batch, Rollout, TrainingSample
 
 Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
@@ -39,7 +40,9 @@ class MiniBatch:
     packed: list[Packed]
     idle: Sequence[TrainingSample] = ()  # no gradient, so not packed; count in the denominator
     samples: Sequence[TrainingSample] = ()  # packed and idle samples, for a separate critic
+    extra_weight: float = 0.0  # of what is not packed, in the denominator of the policy's terms
     mean_weight: float = 1.0  # of the importance weights, which the loss divides by it
+    part_coefs: tuple[float, ...] = ()  # of the sums of algorithm.parts
 
 
 def to_sample(
@@ -91,6 +94,8 @@ def make_mini_batches(
     parts: RewardParts | None = None,
     kl_coef: float | None = None,
     seed: int = 0,
+    step: int = 0,
+    demonstrations: Sequence[TrainingSample] = (),
 ) -> tuple[list[MiniBatch], dict[str, float]]:
     """Mini-batches of `learner.mini_batch_prompts` prompts each, in the order of the samples.
 
@@ -101,6 +106,8 @@ def make_mini_batches(
       baselines, parts: see `add_advantages`.
       kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
       seed: seed of the random token selection of clip_cov.
+      step: steps before this one, for the weights of algorithm.parts.
+      demonstrations: of the whole step, with their `parts`.
 
     Returns:
       (mini-batches without old_logp and ref_logp, metrics).
@@ -118,24 +125,46 @@ def make_mini_batches(
     )
     if cfg.has_critic:
         metrics |= value_metrics(samples)
-    mini_batches = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
+    mini_batches = split_mini_batches(
+        samples, demonstrations, cfg, n_ranks=n_ranks, seed=seed, step=step
+    )
     return mini_batches, metrics | packing_metrics(mini_batches, len(samples))
 
 
 def split_mini_batches(
-    samples: Sequence[TrainingSample], cfg: RunConfig, *, n_ranks: int, seed: int
+    samples: Sequence[TrainingSample],
+    demonstrations: Sequence[TrainingSample],
+    cfg: RunConfig,
+    *,
+    n_ranks: int,
+    seed: int,
+    step: int,
 ) -> list[MiniBatch]:
     """Filters samples, selects tokens and packs, separately for each mini-batch.
 
-    Every mini-batch has the groups of as many prompts. Groups may be smaller than `rollout.n` or
-    missing; a mini-batch without samples is left out.
+    Every mini-batch has the groups of as many prompts, and as many demonstrations. Groups may be
+    smaller than `rollout.n` or missing; a mini-batch without samples is left out.
     """
     mini_batches, size = [], cfg.mini_batch_prompts
+    n_given = len(demonstrations) // cfg.mini_batches_per_step
     for index, members in itertools.groupby(samples, key=lambda s: s.group // size):
         mini = drop_overlong(list(members), cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, index]))
         active, idle = split_idle(mini, cfg)
-        mini_batches.append(MiniBatch(pack_samples(active, cfg, n_ranks), idle, mini))
+        given = demonstrations[index * n_given : (index + 1) * n_given]
+        extra, weight = (policy_weight(x, cfg.algorithm) for x in (idle, [*active, *idle]))
+        if given and not weight:  # without a token of the policy the parts are the whole loss
+            extra = weight = 1.0
+        trained = [*active, *given]
+        mini_batches.append(
+            MiniBatch(
+                pack_samples(trained, cfg, n_ranks),
+                idle,
+                mini,
+                extra_weight=extra,
+                part_coefs=part_coefs(trained, weight, step, cfg.algorithm),
+            )
+        )
     return mini_batches
 
 
@@ -250,21 +279,6 @@ def split_idle(
         return s.n_loss_tokens > 0 and (always or s.advantages is None or bool(s.advantages.any()))
 
     return [s for s in samples if has_gradient(s)], [s for s in samples if not has_gradient(s)]
-
-
-def idle_weight(
-    response_lens: Sequence[int], shares: Sequence[float] | None = None, *, mode: str
-) -> float:
-    """Weight of sequences that a batch leaves out because they have no gradient.
-
-    They still count in the denominator: with their `shares` of an episode, one each by default, or
-    with their tokens if the weight counts tokens. A sum over tokens is divided by 1.
-    """
-    row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
-    if row.weight == "none":
-        return 1.0
-    n_sequences = len(response_lens) if shares is None else sum(shares)
-    return float(sum(response_lens) if row.weight == "tokens" else n_sequences)
 
 
 def with_scores(

@@ -15,7 +15,8 @@ from jaxrl.learner.critic import Critic
 from jaxrl.learner.policy_objective import START_METRICS
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp
 from jaxrl.trainer.core import Core
-from jaxrl.trainer.phases.mini_batches import MiniBatch, idle_weight
+from jaxrl.trainer.phases.mini_batches import MiniBatch
+from jaxrl.trainer.phases.parts import sequences_weight, with_trained_parts
 from jaxrl.types import Tree
 from sharding import hosts, to_device, to_host
 
@@ -41,19 +42,21 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     ):
         ref_params = to_device(core.ref_params) if full_kl_in_loss(cfg) else None
         for mini in work:
-            idle_lens, shares = [s.n_loss_tokens for s in mini.idle], [s.share for s in mini.idle]
+            batches = [packed.batch for packed in mini.packed]
             core.state, one = core.learner.update.update(
                 core.state,
-                [packed.batch for packed in mini.packed],
+                batches,
                 ref_params=ref_params,
-                extra_weight=idle_weight(idle_lens, shares, mode=cfg.algorithm.aggregation),
-                coefs=dataclasses.replace(core.coefs.loss_coefs(), mean_weight=mini.mean_weight),
+                extra_weight=mini.extra_weight,
+                coefs=dataclasses.replace(
+                    core.coefs.loss_coefs(), mean_weight=mini.mean_weight, parts=mini.part_coefs
+                ),
                 on_micro_batch=lambda i: bar.advance(1),
             )
             if cfg.check_finite:
                 check_finite(one, mini.packed, core.cfg.run_path, core.clock.step + 1)
             core.clock.step_restartable = False
-            metrics.append(one)
+            metrics.append(with_trained_parts(one, batches, cfg.algorithm))
     if not needs_old_logp(cfg):
         metrics = with_first_mismatch(metrics)
     return average_updates(metrics) | {"perf/n_updates": float(len(metrics))}
@@ -81,7 +84,7 @@ def update_critic(
             critic.state, one = critic.update.update(
                 critic.state,
                 [micro.batch for micro in packed],
-                extra_weight=idle_weight([], mode=cfg.algorithm.aggregation),
+                extra_weight=sequences_weight([], mode=cfg.algorithm.aggregation),
                 on_micro_batch=lambda i: bar.advance(1),
             )
             one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.parts import parse_parts, part_of
+from jaxrl.data.demonstrations import demonstration_maker
 from jaxrl.data.items import ItemMaker, load_items, load_sources
-from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems
+from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems, StepItems
 from jaxrl.data.mixing import MixedIterator, most_per_step, shares
 from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.streaming import ItemStream
@@ -28,7 +30,7 @@ from jaxrl.runtime.multihost import check_same_data, check_same_order
 from jaxrl.trainer.setup.models import Models, open_models
 from jaxrl.trainer.setup.session import Session
 from jaxrl.trainer.setup.truths import report_truths, with_checked_truths
-from jaxrl.types import Prompt
+from jaxrl.types import Demonstration, Prompt
 from sharding import hosts
 
 Environments = EnvironmentPool | Agents  # agents with their endpoint
@@ -44,6 +46,16 @@ class HostSide:
     iterator: Batches | None = None  # None in an evaluation
     rewards: RewardPool | None = None  # None in offline training
     environments: Environments | None = None
+    demonstrations: StepItems[Demonstration] | None = None  # of an RL run that trains on them
+
+    @property
+    def datasets(self) -> dict[str, Sequence]:
+        """The items of training by the key of their sources."""
+        assert self.iterator is not None
+        found = {"data.train": self.iterator.items, "data.val": self.val}
+        if self.demonstrations is not None:
+            found["data.demonstrations"] = self.demonstrations.items
+        return found
 
 
 def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
@@ -55,10 +67,13 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
     with hosts.raise_together():
         maker = make_prompt_maker(cfg, models)
         iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
+        demonstrations = open_demonstrations(cfg, models)
+        check_part_sources(cfg, iterator.items, demonstrations)
         rewards = open_rewards(session, models, iterator.items, val, own)
         environments = open_environments(cfg, session.stack)
-    check_items(session, iterator, val)
-    return HostSide(session, models, val, iterator, rewards, environments)
+    host = HostSide(session, models, val, iterator, rewards, environments, demonstrations)
+    check_items(host)
+    return host
 
 
 def open_offline_host(session: Session, maker: Callable[..., ItemMaker]) -> HostSide:
@@ -69,8 +84,9 @@ def open_offline_host(session: Session, maker: Callable[..., ItemMaker]) -> Host
         stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
         made = maker(models.renderer, cfg, stop=stop, images=models.images)
         iterator, val = make_iterator(cfg, made), load_val(cfg, made)
-    check_items(session, iterator, val)
-    return HostSide(session, models, val, iterator)
+    host = HostSide(session, models, val, iterator)
+    check_items(host)
+    return host
 
 
 def open_evaluation_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
@@ -84,7 +100,7 @@ def open_evaluation_host(session: Session, own: OwnFunctions | None = None) -> H
         rewards = open_rewards(session, models, prompts, [], own)
         environments = open_environments(cfg, session.stack)
     session.progress.status(f"data: {len(prompts)} prompts")
-    check_same_data([], prompts)
+    check_same_data({"data.val": prompts})
     return HostSide(session, models, prompts, rewards=rewards, environments=environments)
 
 
@@ -121,11 +137,16 @@ def open_environments(cfg: RunConfig, stack: contextlib.ExitStack) -> Environmen
     return Agents(pool, stack.enter_context(AgentEndpoint())) if cfg.env.agent else pool
 
 
-def check_items(session: Session, iterator: Batches, val: Sequence) -> None:
+def check_items(host: HostSide) -> None:
     """Shows how many items there are. Raises AgreedError if the processes read different ones."""
+    session, iterator = host.session, host.iterator
+    assert iterator is not None
     n_train = "streamed" if session.cfg.data.streaming else len(iterator.items)
-    session.progress.status(f"data: {n_train} training items, {len(val)} for validation")
-    check_same_data(iterator.items, val)
+    text = f"data: {n_train} training items, {len(host.val)} for validation"
+    if host.demonstrations is not None:
+        text += f", {len(host.demonstrations.items)} demonstrations"
+    session.progress.status(text)
+    check_same_data(host.datasets)
     check_same_order(iterator.state())
 
 
@@ -155,6 +176,47 @@ def make_prompt_maker(cfg: RunConfig, models: Models) -> ItemMaker[Prompt]:
     answer_for = ", ".join(need_answer(cfg.reward.functions))
     maker = prompt_maker(models.renderer, cfg.data, answer_for=answer_for, images=models.images)
     return with_checked_truths(maker, cfg.reward.functions)
+
+
+def open_demonstrations(cfg: RunConfig, models: Models) -> StepItems[Demonstration] | None:
+    """The demonstrations of an RL run; None without data.demonstrations."""
+    data = cfg.data
+    if not data.demonstrations:
+        return None
+    stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
+    maker = demonstration_maker(models.renderer, data, stop=stop, images=models.images)
+    return StepItems(
+        load_items(data.demonstrations, maker),
+        per_step=data.demonstrations_per_step,
+        shuffle=data.shuffle,
+        seed=cfg.seed,
+    )
+
+
+def check_part_sources(
+    cfg: RunConfig, prompts: Sequence[Prompt], demonstrations: StepItems[Demonstration] | None
+) -> None:
+    """Raises ValueError for a part without rows, and for demonstrations without a part."""
+    parts = parse_parts(cfg.algorithm.parts)
+    found = {"observations": {p.source for p in prompts}}
+    if cfg.data.streaming:
+        del found["observations"]  # only the first rows are known
+    if demonstrations is not None:
+        found["demonstrations"] = {d.source for d in demonstrations.items}
+    for part in parts:
+        sources, source = found.get(part.tokens, ()), part.options.source
+        if source and sources and source not in sources:
+            raise ValueError(
+                f"config.algorithm.parts has {part.name!r}, but no row has the data_source "
+                f"{source!r}; the sources are {', '.join(sorted(sources))}"
+            )
+    for source in sorted(found.get("demonstrations", ())):
+        if part_of(parts, "demonstrations", source) is None:
+            raise ValueError(
+                f"rows of data.demonstrations have the data_source {source!r}, which no entry of "
+                f"config.algorithm.parts={cfg.algorithm.parts} names; add "
+                f"'demonstrations?source={source}', or an entry without a source"
+            )
 
 
 def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:

@@ -265,7 +265,7 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
     if learner.encoder is not None:
         learner.encoder.load()
     step = saved.get("step", 0)
-    contents = {"data.train": content(iterator.items), "data.val": content(host.val)}
+    contents = {name: content(items) for name, items in host.datasets.items()}
     if saved:
         iterator.restore(saved["iterator"])
         check_content(saved.get("contents", {}), contents)
@@ -306,6 +306,7 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         peak_flops=peak_flops(devices.policy.dtype),
         position=iterator.state(),
         in_flight=(lambda: saved["in_flight"]) if "in_flight" in saved else None,
+        demonstrations=host.demonstrations,
     )
     check_disk(core)
     return core

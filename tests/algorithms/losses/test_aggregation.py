@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, masked_max
-from jaxrl.trainer.phases.mini_batches import idle_weight
+from jaxrl.trainer.phases.parts import sequences_weight
 
 # Sequence a: 1 response token, loss 6. Sequence b: 3 response tokens, losses 1, 2, 3.
 WANT = {
@@ -68,11 +68,11 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_idle_sequences_have_the_weight_that_they_would_have_in_a_batch(mode):
     if mode == "token_sum":  # the divisor of the mini-batch, whatever it has
-        assert idle_weight([1, 3], mode=mode) == idle_weight([], mode=mode) == 1
+        assert sequences_weight([1, 3], mode=mode) == sequences_weight([], mode=mode) == 1
         return
-    assert idle_weight([1, 3], mode=mode) == WANT[mode][1]
+    assert sequences_weight([1, 3], mode=mode) == WANT[mode][1]
     # two samples of one episode share its weight
-    assert idle_weight([1, 3], [0.25, 0.75], mode=mode) == (4 if mode == "token_mean" else 1)
+    assert sequences_weight([1, 3], [0.25, 0.75], mode=mode) == (4 if mode == "token_mean" else 1)
 
 
 def test_the_maximum_over_no_tokens_is_minus_infinity():
