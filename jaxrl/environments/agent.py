@@ -24,8 +24,9 @@ LOOPBACK = "127.0.0.1"
 class AgentProgram:
     """Calls the function for one episode in this process.
 
-    OPENAI_BASE_URL and OPENAI_API_KEY are set too, for programs that read them. Raises ValueError
-    if the function cannot be called with (base_url, api_key, task).
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY are set too, for
+    programs that read them. Raises ValueError if the function cannot be called with
+    (base_url, api_key, task).
     """
 
     def __init__(self, function: AgentFunction, spec: str):
@@ -45,6 +46,8 @@ class AgentProgram:
         """
         base_url, api_key = task.pop("base_url"), task.pop("api_key")
         os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        root = base_url.removesuffix("/v1")  # Anthropic's clients append it
+        os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": api_key}
         for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), LOOPBACK]))
         value = self._function(base_url, api_key, task)

@@ -1,4 +1,4 @@
-"""HTTP errors in the format that OpenAI clients parse."""
+"""HTTP errors in the formats that OpenAI's and Anthropic's clients parse."""
 
 from typing import Any
 
@@ -8,6 +8,11 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+}
+ANTHROPIC_TYPES = ERROR_TYPES | {
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
 }
 
 
@@ -35,3 +40,10 @@ class RequestError(Exception):
                 "code": self.code,
             }
         }
+
+
+def anthropic_body(error: RequestError) -> dict[str, Any]:
+    """The body of an error of the Messages API."""
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(error.status, default)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -11,23 +11,28 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jaxrl.http.body import client_disconnected
-from jaxrl.http.errors import RequestError
+from jaxrl.http.errors import RequestError, anthropic_body
 
 RETRY = {"Retry-After": "1"}
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}  # of errors, by status
 
 
-def bearer_key(request: Request) -> str:
-    """The key of the header `Authorization: Bearer KEY`; "" if there is none."""
+def client_key(request: Request) -> str:
+    """The key of the header `Authorization: Bearer KEY`, or of Anthropic's `x-api-key: KEY`.
+
+    "" if there is none.
+    """
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return request.headers.get("x-api-key", "").strip()
 
 
 def has_key(request: Request, key: str) -> bool:
-    """Whether the request has this bearer key; in constant time."""
+    """Whether the request has this key; in constant time."""
     # Starlette decodes the bytes of a header as latin-1.
     return hmac.compare_digest(
-        bearer_key(request).encode("latin-1"), key.encode(errors="surrogateescape")
+        client_key(request).encode("latin-1"), key.encode(errors="surrogateescape")
     )
 
 
@@ -57,22 +62,34 @@ def event(body: dict[str, Any]) -> str:
 END_OF_EVENTS = "data: [DONE]\n\n"
 
 
-async def handle_request_error(_: Request, error: Exception) -> Response:
+def is_messages(path: str) -> bool:
+    """Whether the path is of Anthropic's Messages API, whose errors have another format."""
+    return path.rstrip("/").endswith(("/v1/messages", "/v1/messages/count_tokens"))
+
+
+def error_response(
+    request: Request, error: RequestError, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The response in the format of the API that the request is for."""
+    body = anthropic_body(error) if is_messages(request.url.path) else error.body()
+    return JSONResponse(body, error.status, headers)
+
+
+async def handle_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return JSONResponse(error.body(), error.status, HEADERS.get(error.status))
+    return error_response(request, error, HEADERS.get(error.status))
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own errors: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    body = RequestError(error.status_code, message).body()
-    return JSONResponse(body, error.status_code, error.headers)
+    return error_response(request, RequestError(error.status_code, message), error.headers)
 
 
-async def handle_exception(_: Request, error: Exception) -> Response:
+async def handle_exception(request: Request, error: Exception) -> Response:
     message = f"the server failed ({type(error).__name__})"
-    return JSONResponse(RequestError(500, message).body(), 500)
+    return error_response(request, RequestError(500, message))
 
 
 ERROR_HANDLERS = {

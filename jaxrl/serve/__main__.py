@@ -29,6 +29,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f"error: there is no {missing.name}; {install_advice('serve')}") from missing
 
 from jaxrl.checkpoint.errors import CheckpointError
+from jaxrl.data.token_text import TokenTexts
 from jaxrl.ending import default_on_signals
 from jaxrl.engine.device.batches import MAX_STOP_IDS
 from jaxrl.http.body import BodyReader
@@ -42,7 +43,6 @@ from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.requests.prompt import ServerLimits, longest_token
 from jaxrl.serve.structured.grammar import grammar_compiler
 from jaxrl.serve.structured.tools import known_format
-from jaxrl.serve.token_text import TokenTexts
 from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
 
 WRITERS = 2  # threads that detokenize and format responses

@@ -15,28 +15,36 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.token_text import TokenTexts
 from jaxrl.http.body import BodyReader
+from jaxrl.http.dialects.responses import responses_names
 from jaxrl.http.errors import RequestError
 from jaxrl.http.replies import ERROR_HANDLERS, has_key, while_connected
 from jaxrl.json_text import Json
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.choice import Choice, Delta
 from jaxrl.serve.compilation import BackgroundCompiler
+from jaxrl.serve.dialect_format import DialectFormatter
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import ResponseFormatter
+from jaxrl.serve.requests.dialects import (
+    WrittenRequest,
+    count_tokens,
+    parse_messages,
+    parse_responses,
+    thought_markers,
+)
 from jaxrl.serve.requests.fields import unknown_model
 from jaxrl.serve.requests.prompt import ServerLimits
 from jaxrl.serve.requests.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
-from jaxrl.serve.responses.format import ResponsesFormatter
-from jaxrl.serve.responses.request import parse_responses, responses_names
 from jaxrl.serve.structured.grammar import JsonGrammar
-from jaxrl.serve.token_text import TokenTexts
 from jaxrl.serve.tokenize import detokenize, tokenize
+from jaxrl.tool_calls.reasoning import ReasoningSplitter
 
 type Parse[T] = Callable[[bytes, ChatRenderer, ServerLimits], T]
-Formatter = ResponseFormatter | ResponsesFormatter
+Formatter = ResponseFormatter | DialectFormatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +86,8 @@ class ServerState:
             routes=[
                 Route("/v1/chat/completions", self.with_key(self.chat), methods=["POST"]),
                 Route("/v1/completions", self.with_key(self.completions), methods=["POST"]),
+                Route("/v1/messages", self.with_key(self.messages), methods=["POST"]),
+                Route("/v1/messages/count_tokens", self.with_key(self.count), methods=["POST"]),
                 Route("/v1/responses", self.with_key(self.responses), methods=["POST"]),
                 Route("/tokenize", self.with_key(self.tokenize), methods=["POST"]),
                 Route("/detokenize", self.with_key(self.detokenize), methods=["POST"]),
@@ -102,7 +112,8 @@ class ServerState:
             if self.api_key and not has_key(request, self.api_key):
                 raise RequestError(
                     401,
-                    "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
+                    "the API key is missing or wrong; send 'Authorization: Bearer KEY', or "
+                    "'x-api-key: KEY' as Anthropic's clients do",
                     code="invalid_api_key",
                 )
             return await endpoint(request)
@@ -121,12 +132,24 @@ class ServerState:
         formatter = ResponseFormatter(response, self.renderer, self.tokens)
         return await self.respond(http_request, response, formatter)
 
-    async def responses(self, http_request: Request) -> Response:
-        request, repeated = await self.parsed(http_request, parse_responses)
+    async def responses(self, request: Request) -> Response:
         with responses_names():
-            response = self.start(await self.with_grammar(http_request, request))
-        formatter = ResponsesFormatter(response, self.renderer, self.tokens, repeated)
+            return await self.translate(request, parse_responses)
+
+    async def messages(self, request: Request) -> Response:
+        return await self.translate(request, parse_messages)
+
+    async def translate(self, http_request: Request, parse: Parse[WrittenRequest]) -> Response:
+        request, writer = await self.parsed(http_request, parse)
+        response = self.start(await self.with_grammar(http_request, request))
+        chat = ResponseFormatter(response, self.renderer, self.tokens)
+        in_thought = self.renderer.opens_thought(request.prompts[0])
+        splitter = ReasoningSplitter(thought_markers(self.limits), in_thought=in_thought)
+        formatter = DialectFormatter(response, chat, writer, splitter)
         return await self.respond(http_request, response, formatter)
+
+    async def count(self, request: Request) -> Response:
+        return JSONResponse(await self.parsed(request, count_tokens))
 
     async def tokenize(self, request: Request) -> Response:
         return JSONResponse(await self.parsed(request, tokenize))

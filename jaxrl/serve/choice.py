@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxrl.data.token_text import REPLACEMENT
 from jaxrl.engine.api import Generated
 
 Detokenize = Callable[[Sequence[int]], str]
 TopLogprobs = list[tuple[int, float]]  # (token id, logprob)
-REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 character to
 MAX_CHARACTER = 4  # bytes, and so tokens, of a character
 MAX_PENDING = 4 * MAX_CHARACTER  # tokens whose text is held back
 
@@ -72,6 +72,11 @@ class Choice:
                 pieces.append(self._finish(generated.finish))
         self.text += "".join(pieces)
         return Delta(self.text[n_text:], first_token)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the choice, or ""."""
+        return self._stop.found
 
     def _append(self, tokens: list[int], logp: list[float]) -> None:
         self.tokens += tokens
@@ -157,7 +162,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]):
         self._strings = strings
         self._held = ""
-        self.found = False
+        self.found = ""  # the stop string that is complete
 
     def add(self, piece: str) -> str:
         """The text that can be emitted; the last of it if a stop string is complete.
@@ -167,8 +172,9 @@ class StopStrings:
         text = self._held + piece
         found = [(i + len(s), i) for s in self._strings if (i := text.find(s)) >= 0]
         if found:
-            self.found, self._held = True, ""
-            return text[: min(found)[1]]
+            end, start = min(found)
+            self.found, self._held = text[start:end], ""
+            return text[:start]
         n = self._n_held(text)
         self._held = text[len(text) - n :]
         return text[: len(text) - n]

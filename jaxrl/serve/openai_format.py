@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.token_text import TokenTexts
 from jaxrl.http.errors import RequestError
+from jaxrl.http.json_pieces import dump, json_pieces
 from jaxrl.http.openai import response_head, usage
 from jaxrl.http.replies import END_OF_EVENTS, event
 from jaxrl.json_text import Json
 from jaxrl.serve.choice import Choice, Delta, TopLogprobs, text_offsets
-from jaxrl.serve.json_pieces import dump, json_pieces
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.structured.tool_output import ToolOutput
-from jaxrl.serve.token_text import TokenTexts
 
 
 class ResponseFormatter:

@@ -15,13 +15,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.token_text import BYTE_OF_CHARACTER, TokenTexts
 from jaxrl.engine.api import Generated, GrammarError, TopTokens
 from jaxrl.http.errors import RequestError
+from jaxrl.http.json_pieces import json_pieces
 from jaxrl.rollout.agents.chat import parse_reward
 from jaxrl.serve.app import full_body
 from jaxrl.serve.choice import Detokenizer
 from jaxrl.serve.engine_thread import ServingThread
-from jaxrl.serve.json_pieces import json_pieces
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import ResponseFormatter
 from jaxrl.serve.requests.prompt import ServerLimits
@@ -30,7 +31,6 @@ from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.structured import grammar as grammar_module
 from jaxrl.serve.structured.grammar import MAX_QUEUED, GrammarCompiler
 from jaxrl.serve.structured.schema_checker import SchemaChecker
-from jaxrl.serve.token_text import BYTE_OF_CHARACTER, TokenTexts
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 STOP = 2
@@ -225,7 +225,7 @@ JSON = st.recursive(
 @settings(max_examples=50, deadline=None)
 @given(value=JSON, depth=st.integers(0, 4))
 def test_m1_pieces_of_json_join_to_the_json(value, depth):
-    with mock.patch("jaxrl.serve.json_pieces.MAX_LEN", 3):
+    with mock.patch("jaxrl.http.json_pieces.MAX_LEN", 3):
         assert json.loads("".join(json_pieces(value, depth))) == value
 
 

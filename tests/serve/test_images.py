@@ -11,7 +11,7 @@ from jaxrl.rollout.request_images import request_images
 from jaxrl.serve.model import open_model
 from scripts.make_tiny_vlm import write_tiny_vlm
 from tests.data.images.pictures import encoded
-from tests.serve.serve_cases import arguments, direct, metric, serving, wait_until
+from tests.serve.serve_cases import KEY, arguments, direct, metric, serving, wait_until
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -85,3 +85,20 @@ def test_a_server_without_images_says_how_to_read_them(vlm):
         pytest.raises(openai.BadRequestError, match=r"--config\.data\.images=True"),
     ):
         ask(served, picture(RED))
+
+
+@pytest.mark.thorough
+def test_a_message_has_the_image_of_the_chat_completion(served):
+    anthropic = pytest.importorskip("anthropic")
+    url = picture(BLUE)["image_url"]["url"]
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    client = anthropic.Anthropic(base_url=served.base, api_key=KEY, max_retries=0)
+    message = client.messages.create(
+        model="tiny",
+        max_tokens=12,
+        messages=[{"role": "user", "content": content}],
+        extra_body={"temperature": 0},
+    )
+    [choice] = ask(served, picture(BLUE), "What?")
+    assert "".join(block.text for block in message.content) == choice.message.content

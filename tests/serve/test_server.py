@@ -920,3 +920,96 @@ def test_invalid_fields_of_a_response_are_named(served):
         with pytest.raises(openai.BadRequestError) as rejected:
             served.client.post("/responses", body={"input": "x"} | body, cast_to=object)
         assert rejected.value.param == param, rejected.value
+
+
+@pytest.fixture
+def claude(served):
+    """Anthropic's client of the server."""
+    anthropic = pytest.importorskip("anthropic")
+    return anthropic.Anthropic(base_url=served.base, api_key=KEY, max_retries=0)
+
+
+COLD = {"temperature": 0.0}
+GO = dict(model="tiny", max_tokens=40, messages=HI, extra_body=COLD)
+
+
+def test_a_message_is_the_chat_completion_of_its_input(served, claude):
+    system = [{"role": "system", "content": "Be kind."}, *HI]
+    chat = ask(served, messages=system, max_tokens=40, temperature=0.0)
+    found = claude.messages.create(**GO, system="Be kind.")
+    text = chat.choices[0].message.content
+    assert "".join(block.text for block in found.content) == text
+    assert found.usage.input_tokens == chat.usage.prompt_tokens
+    assert found.usage.output_tokens == chat.usage.completion_tokens
+    cut = chat.choices[0].finish_reason == "length"
+    assert found.stop_reason == ("max_tokens" if cut else "end_turn")
+    counted = claude.messages.count_tokens(model="tiny", messages=HI, system="Be kind.")
+    assert counted.input_tokens == chat.usage.prompt_tokens
+    with claude.messages.stream(**GO, system="Be kind.") as stream:
+        pieces = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert len(pieces) > 3 and "".join(pieces) == text
+    assert [b.text for b in final.content] == [b.text for b in found.content]
+    assert final.stop_reason == found.stop_reason
+    assert final.usage.output_tokens == found.usage.output_tokens
+    stop = text[5:8]
+    stopped = claude.messages.create(**GO, system="Be kind.", stop_sequences=[stop])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_has_thinking_and_calls_that_come_back_as_blocks(
+    served, claude, scripted, stream
+):
+    """The blocks of a reply and the results of its calls are the next prompt's messages."""
+    scripted(f"<think>\nWhy?\n</think>\n\n{CALLS}")
+    schema = {"type": "object", "properties": {}}
+    tools = [{"name": name, "input_schema": schema} for name in ("add", "stop")]
+    body = dict(GO, max_tokens=600, tools=tools, extra_body={"logit_bias": {"2": -100}})
+    if stream:
+        with claude.messages.stream(**body) as events:
+            done = events.get_final_message()
+    else:
+        done = claude.messages.create(**body)
+    thought, text, *calls = done.content
+    assert (thought.thinking, text.text, done.stop_reason) == ("Why?", "I call.", "tool_use")
+    assert [call.name for call in calls] == ["add", "stop"]
+    assert calls[0].input == {"a": [1, 2], "é": "x"}
+    results = [{"type": "tool_result", "tool_use_id": c.id, "content": "ok"} for c in calls]
+    turns = [{"role": "assistant", "content": done.content}, {"role": "user", "content": results}]
+    again = claude.messages.count_tokens(model="tiny", messages=[*HI, *turns], tools=tools)
+    functions = [
+        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.input}}
+        for c in calls
+    ]
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "I call.", "tool_calls": functions},
+        *({"role": "tool", "content": "ok"} for _ in calls),
+    ]
+    shown = [
+        {"type": "function", "function": {"name": tool["name"], "parameters": schema}}
+        for tool in tools
+    ]
+    body = {"messages": messages, "tools": shown}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    same = httpx.post(f"{served.base}/tokenize", json=body, headers=headers).json()
+    assert again.input_tokens == same["count"]
+
+
+def test_errors_of_messages_have_anthropics_format(served, claude):
+    import anthropic
+
+    for kind, status, more in (
+        (anthropic.BadRequestError, "invalid_request_error", {"extra_body": {"max_token": 3}}),
+        (anthropic.BadRequestError, "invalid_request_error", {"max_tokens": 2000}),
+        (anthropic.NotFoundError, "not_found_error", {"model": "other"}),
+    ):
+        with pytest.raises(kind) as refused:
+            claude.messages.create(**GO | more)
+        assert refused.value.body["error"]["type"] == status
+        assert refused.value.body["type"] == "error" and refused.value.body["error"]["message"]
+    with pytest.raises(anthropic.AuthenticationError):
+        claude.with_options(api_key="wrong").messages.create(**GO)
+    bearer = claude.with_options(api_key=None, auth_token=KEY)
+    assert bearer.messages.count_tokens(model="tiny", messages=HI).input_tokens > 0

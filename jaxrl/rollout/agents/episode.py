@@ -139,9 +139,11 @@ class AgentEpisode:
                 f"the episode has had its {self._limits.max_turns} turns (env.max_turns)",
                 code=TURNS_CODE,
             )
-        if request.size > MAX_TOKEN_CHARS * self._limits.context_len:
-            raise self._too_long(f"{request.size} characters")
-        placed = self._place(request)
+        try:
+            placed = self.find_turn(request)
+        except RequestError:
+            self._finish = "length"
+            raise
         if placed.branch is not None:
             placed.branch.busy = True
         self._n_started += 1
@@ -155,6 +157,7 @@ class AgentEpisode:
         request, tokens = placed.request, np.concatenate([placed.kept, new])
         room = self._limits.context_len - len(tokens)
         if room < 1:
+            self._finish = "length"
             raise self._too_long(f"{len(tokens)} tokens")
         branch, observation = placed.branch, new
         if branch is None:
@@ -170,7 +173,6 @@ class AgentEpisode:
         self._n_started -= 1
 
     def _too_long(self, length: str) -> RequestError:
-        self._finish = "length"
         return RequestError(
             400,
             f"this conversation, with its tools, has {length} and the context is "
@@ -180,12 +182,15 @@ class AgentEpisode:
             code=CONTEXT_CODE,
         )
 
-    def _place(self, request: ChatRequest) -> PlacedTurn:
-        """The turn continues the branch that shares most messages with its request.
+    def find_turn(self, request: ChatRequest) -> PlacedTurn:
+        """Where the turn of a request would belong; changes nothing.
 
-        If that is at an earlier turn of the branch, or the model writes its next one, it begins a
-        branch with the same tokens.
+        It continues the branch that shares most messages with its request. If that is at an earlier
+        turn of the branch, or the model writes its next one, it begins a branch with the same
+        tokens. Raises RequestError if the request is too large to be rendered.
         """
+        if request.size > MAX_TOKEN_CHARS * self._limits.context_len:
+            raise self._too_long(f"{request.size} characters")
         pairs = [(b, end) for b in self.branches if (end := b.continued_by(request)) is not None]
         if not pairs:
             return PlacedTurn(request, None, np.zeros(0, np.int32), 0)
@@ -280,7 +285,8 @@ class AgentEpisode:
 def same(ours: Message, theirs: Message) -> bool:
     """Whether a message of a request is one that the conversation has.
 
-    Clients may strip a turn of the model, name it, or give its calls other ids.
+    Clients may strip a turn of the model, name it, or give its calls other ids. They may not drop
+    its reasoning: that is an edited history.
     """
     return _compared(ours) == _compared(theirs)
 
@@ -289,4 +295,5 @@ def _compared(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return {"role": "assistant", "content": message["content"].strip(), "tool_calls": calls}
+    parts = {name: message.get(name, "").strip() for name in ("content", "reasoning_content")}
+    return {"role": "assistant", "tool_calls": calls} | parts

@@ -8,7 +8,11 @@ import contextlib
 import dataclasses
 import queue
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.api import Request, RequestEngine
@@ -18,11 +22,12 @@ from jaxrl.rollout.agents.chat import Reply
 from jaxrl.rollout.agents.endpoint import (
     AgentCall,
     AgentEndpoint,
+    CountCall,
     RenderedTurn,
     RewardCall,
     TurnCall,
 )
-from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits, PendingTurn
+from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits, PendingTurn, PlacedTurn
 from jaxrl.rollout.agents.turn import TurnReader
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
@@ -44,7 +49,7 @@ class CalledTurn:
     """A turn that the model writes for a request of an agent."""
 
     number: int  # the episode's, in the pool
-    call: TurnCall
+    future: Future[Reply]
     turn: PendingTurn
 
 
@@ -136,7 +141,7 @@ class AgentRunner:
 
     def _drop_cancelled(self) -> None:
         """Frees the slots of turns whose client has disconnected."""
-        for turn in self.turns.cancel(lambda called: called.call.future.cancelled()):
+        for turn in self.turns.cancel(lambda called: called.future.cancelled()):
             self.started[turn.owner.number].cancel_turn(turn.owner.turn)
             self._resume(turn.owner.number)
 
@@ -148,44 +153,89 @@ class AgentRunner:
         if isinstance(call, str):  # a request that was answered with an error
             if number is not None:
                 self.started[number].reject()
-        elif not call.future.cancelled():  # else its client has disconnected
-            if number is None:
-                self._fail(call, RequestError(404, "this episode has ended", code="episode_ended"))
-            elif isinstance(call, RewardCall):
-                self.started[number].add_numbers(call.numbers)
-                if call.future.set_running_or_notify_cancel():
-                    call.future.set_result(None)
+        elif _cancelled(call.futures):  # the client has disconnected
+            return
+        elif number is None:
+            error = RequestError(404, "this episode has ended", code="episode_ended")
+            _fail(call.futures, error)
+        elif isinstance(call, RewardCall):
+            self.started[number].add_numbers(call.numbers)
+            _finish(call.futures, None)
+        elif isinstance(call, CountCall):
+            self._count(self.started[number], call)
+        else:
+            self._submit(number, call)
+
+    def _count(self, episode: AgentEpisode, call: CountCall) -> None:
+        """Counts the tokens of a conversation on a thread, or answers with the reason why not."""
+        try:
+            placed = self.reader.find(episode, call.request)
+        except RequestError as error:
+            episode.reject()
+            return _fail(call.futures, error)
+
+        def answer(tokens: Future[np.ndarray]) -> None:
+            if (error := tokens.exception()) is not None:
+                _fail(call.futures, error)
             else:
-                self._submit(number, call)
+                _finish(call.futures, len(placed.kept) + len(tokens.result()))
+
+        return self._threads.submit(self.reader.render, placed).add_done_callback(answer)
 
     def _submit(self, number: int, call: TurnCall) -> None:
-        """Renders the messages of a turn on a thread, or answers with the reason why not."""
+        """Renders the messages of a turn on a thread, or answers with the reason why not.
+
+        The choices of a call see the same tokens: all but the first begin a branch.
+        """
         episode, calls = self.started[number], self.agents.endpoint.calls
+        placed: list[PlacedTurn] = []
         try:
-            placed = self.reader.place(episode, call.request)
+            for _ in call.futures:
+                placed.append(self.reader.place(episode, call.request))
         except RequestError as error:
-            episode.reject()
-            return self._fail(call, error)
+            return self._reject(episode, call, placed, error)
         self._rendering[call] = number
-        tokens = self._threads.submit(self.reader.render, placed)
+        tokens = self._threads.submit(self.reader.render, placed[0])
         return tokens.add_done_callback(
-            lambda done: calls.put(RenderedTurn(number, call, placed, done))
+            lambda done: calls.put(RenderedTurn(number, call, tuple(placed), done))
         )
 
+    def _reject(
+        self,
+        episode: AgentEpisode,
+        call: TurnCall,
+        placed: Iterable[PlacedTurn],
+        error: RequestError,
+    ) -> None:
+        """Answers a call of which no turn can begin."""
+        for one in placed:
+            episode.withdraw(one)
+        episode.reject()
+        _fail(call.futures, error)
+
     def _begin(self, rendered: RenderedTurn) -> None:
-        """Queues a turn of the model, or answers with the reason why it cannot."""
+        """Queues turns of the model, or answers with the reason why they cannot begin."""
         call, number = rendered.call, rendered.number
         if self._rendering.pop(call, None) is None:  # its episode has ended
-            return None
+            return
         episode = self.started[number]
-        if call.future.cancelled():
-            return episode.withdraw(rendered.placed)
+        if _cancelled(call.futures):
+            for placed in rendered.placed:
+                episode.withdraw(placed)
+            return
         try:
-            turn = episode.begin_turn(rendered.placed, rendered.tokens.result())
+            tokens = rendered.tokens.result()
+            turns = [episode.begin_turn(placed, tokens) for placed in rendered.placed]
         except RequestError as error:
-            episode.withdraw(rendered.placed)
-            episode.reject()
-            return self._fail(call, error)
+            self._reject(episode, call, rendered.placed, error)
+            return
+        for turn, future in zip(turns, call.futures, strict=True):
+            self._sample(CalledTurn(number, future, turn))
+        self.agents.pool.pause(number)
+
+    def _sample(self, called: CalledTurn) -> None:
+        """Queues a turn in the engine."""
+        episode, turn = self.started[called.number], called.turn
         request = Request(
             tokens=turn.tokens,
             max_tokens=turn.max_tokens,
@@ -194,23 +244,20 @@ class AgentRunner:
             sample=episode.sample,
             seed=turn.seed,
         )
-        called = CalledTurn(number, call, turn)
         response = Response(episode.prompt, episode.sample)
         stop = (*self.sampling.stop, *turn.request.stop)
         self.turns.submit(ActiveTurn(called, request, response, stop))
-        return self.agents.pool.pause(number)
 
     def after_turn(self, turn: ActiveTurn[CalledTurn]) -> None:
         """Keeps a finished turn and answers the request, unless its client has disconnected."""
         called, response = turn.owner, turn.response
-        episode, future = self.started[called.number], called.call.future
+        episode, future = self.started[called.number], called.future
         if not future.set_running_or_notify_cancel():
             episode.cancel_turn(called.turn)
             return self._resume(called.number)
-        message, finish, n_malformed = self.reader.message(called.turn, response, turn.stop)
-        episode.end_turn(called.turn, response, message, n_malformed)
+        reply, n_malformed = self.reader.reply(called.turn, response, turn.stop)
+        episode.end_turn(called.turn, response, reply.message, n_malformed)
         self._resume(called.number)
-        reply = Reply(message, finish, len(called.turn.tokens), len(response.tokens))
         return future.set_result(reply)
 
     def _resume(self, number: int) -> None:
@@ -218,20 +265,35 @@ class AgentRunner:
         if all(turn.owner.number != number for turn in self.turns.all):
             self.agents.pool.resume(number)
 
-    def _fail(self, call: TurnCall | RewardCall, error: RequestError) -> None:
-        if call.future.set_running_or_notify_cancel():
-            call.future.set_exception(error)
-
     def _end(self, number: int, error: str) -> None:
         """Ends an episode; the turns that the model is writing for it are cancelled."""
         turns = self.turns.cancel(lambda called: called.number == number)
         rendering = [call for call, owner in self._rendering.items() if owner == number]
-        for call in [turn.owner.call for turn in turns] + rendering:
-            self._rendering.pop(call, None)
-            self._fail(call, RequestError(503, "this episode has ended"))
+        for call in rendering:
+            del self._rendering[call]
+        futures = [turn.owner.future for turn in turns]
+        futures += [future for call in rendering for future in call.futures]
+        _fail(futures, RequestError(503, "this episode has ended"))
         name = self._ids.pop(number)
         del self._numbers[name]
         self._deadlines.pop(number, None)
         self.agents.endpoint.end(name)
         self.agents.pool.end(number)
         self.started.pop(number).end(error)
+
+
+def _cancelled(futures: Iterable[Future[Any]]) -> bool:
+    """Whether the client that waits for them has disconnected."""
+    return all(future.cancelled() for future in futures)
+
+
+def _finish(futures: Iterable[Future[Any]], result: Any) -> None:
+    for future in futures:
+        if future.set_running_or_notify_cancel():
+            future.set_result(result)
+
+
+def _fail(futures: Iterable[Future[Any]], error: BaseException) -> None:
+    for future in futures:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxrl.config.schema import build, flatten, key, keys, nearest, to_dict
+from jaxrl.config.schema import build, flatten, key, keys, to_dict
 from jaxrl.engine.device.adjustments import N_TOP
 from jaxrl.http.errors import RequestError
+from jaxrl.http.fields import IGNORED, unknown_field, unsupported_field
 
 MAX_INT = 2**31 - 1
 MAX_LISTED = 8  # model names in an error
@@ -20,7 +21,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "suffix": ("",),
 }
-IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,18 +136,6 @@ def unknown_model(name: str, models: Sequence[str]) -> RequestError:
         param="model",
         code="model_not_found",
     )
-
-
-def unsupported_field(name: str) -> RequestError:
-    return RequestError(400, f"{name} is not supported by this server; leave it out", param=name)
-
-
-def unknown_field(name: str, known: Iterable[str]) -> RequestError:
-    """The error for a field that is not in `known`, with the most similar one."""
-    name = name[:64]
-    guess = nearest(name, known)
-    hint = f"; did you mean {guess}?" if guess else ""
-    return RequestError(400, f"unknown field {name}{hint}", param=name)
 
 
 def _members(

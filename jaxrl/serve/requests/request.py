@@ -30,7 +30,7 @@ MAX_ARGUMENTS_LEN = 4096  # characters of chat_template_kwargs as JSON
 class GenerationRequest:
     """A validated request for `n` choices per prompt."""
 
-    endpoint: Literal["chat", "completions", "responses"]
+    endpoint: Literal["chat", "completions", "messages", "responses"]
     model: str  # its name
     adapter: int  # of the engine; 0 = the base model
     prompts: tuple[np.ndarray, ...]  # int32 [prompt_len] each

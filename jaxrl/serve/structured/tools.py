@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -59,9 +59,14 @@ class ToolUse:
         """The special tokens that calls are made of, which the text of a response must have."""
         if self.format is None:
             return frozenset()
-        markers = {self.format.opening, self.format.closing, *self.format.ignored, *INNER_MARKERS}
-        ids = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-        return frozenset(token_id for token, token_id in ids if token in markers)
+        own = (self.format.opening, self.format.closing, *self.format.ignored)
+        return token_ids(tokenizer, (*own, *INNER_MARKERS))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, markers: Collection[str]) -> frozenset[int]:
+    """The ids of those markers that are special tokens."""
+    ids = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    return frozenset(token_id for token, token_id in ids if token in markers)
 
 
 def known_format(template: str, name: str) -> ToolFormat | None:

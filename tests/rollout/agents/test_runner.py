@@ -147,7 +147,7 @@ WRONG = [
     (b"{", 400), ([], 400), ({}, 400), ({"messages": []}, 400), ({"messages": ["x"]}, 400),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, 400),
-    ({"n": 2}, 400), ({"logprobs": True}, 400), ({"max_tokens": 0}, 400), ({"stop": [""]}, 400),
+    ({"n": 0}, 400), ({"top_logprobs": 2}, 400), ({"max_tokens": 0}, 400), ({"stop": [""]}, 400),
     ({"tools": "x"}, 400), ({"tools": [{"function": {"name": "f"}, "type": "function"}]}, 400),
     ({"response_format": {"type": "json_object"}}, 400),
     ({"messages": [{"role": "assistant", "tool_calls": [

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.http.dialects import messages
+from jaxrl.http.dialects.responses import CHAT_NAMES, NO_EFFECT, OTHER
 from jaxrl.http.errors import MAX_MESSAGE, RequestError
+from jaxrl.serve.requests.dialects import parse_messages, parse_responses
 from jaxrl.serve.requests.fields import IGNORED, UNSUPPORTED, ChatFields, CompletionFields
 from jaxrl.serve.requests.prompt import ServerLimits, encode_text, longest_token
 from jaxrl.serve.requests.request import GenerationRequest, parse_chat, parse_completion
-from jaxrl.serve.responses.request import CHAT_NAMES, NO_EFFECT, OTHER, parse_responses
 from jaxrl.serve.structured.grammar import GrammarCompiler
 from jaxrl.tool_calls.formats import FORMATS
 
@@ -28,10 +30,15 @@ def parse_response(raw, renderer, limits) -> GenerationRequest:
     return parse_responses(raw, renderer, limits)[0]
 
 
+def parse_message(raw, renderer, limits) -> GenerationRequest:
+    return parse_messages(raw, renderer, limits)[0]
+
+
 BASE = {
     parse_chat: {"messages": MESSAGES},
     parse_completion: {"prompt": "the sum"},
     parse_response: {"input": "the sum"},
+    parse_message: {"messages": MESSAGES, "max_tokens": 9},
 }
 
 
@@ -189,10 +196,18 @@ NAMES = sorted(
     {*ChatFields.__dataclass_fields__, *CompletionFields.__dataclass_fields__}
     | {*UNSUPPORTED, *IGNORED, *ChatFields.untyped, *CompletionFields.untyped}
     | {*CHAT_NAMES, *NO_EFFECT, *OTHER}
+    | {*messages.NO_EFFECT, *messages.OTHER, *messages.READ, *messages.IGNORED}
 )
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+BLOCK = st.fixed_dictionaries(
+    {"type": JSON | st.sampled_from(list(messages.BLOCK_FIELDS))},
+    optional={name: JSON for names in messages.BLOCK_FIELDS.values() for name in names},
+)
 MESSAGE = st.fixed_dictionaries(
-    {"role": JSON | st.just("user"), "content": JSON},
+    {
+        "role": JSON | st.sampled_from(["user", "assistant"]),
+        "content": JSON | st.lists(BLOCK, max_size=3),
+    },
     optional={
         "tool_calls": st.lists(JSON | st.just(CALL), max_size=2),
         "type": JSON | st.sampled_from(["message", "function_call", "function_call_output"]),

@@ -1,17 +1,12 @@
-"""Request bodies of /v1/responses, as the chat requests that they are equivalent to."""
+"""Request bodies of OpenAI's Responses API, as the chat requests that they are equivalent to."""
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
-from jaxrl.http.openai import read_object
+from jaxrl.http.fields import IGNORED, unknown_field, unsupported_field
 from jaxrl.json_text import Json
-from jaxrl.serve.requests.fields import IGNORED, unknown_field, unsupported_field
-from jaxrl.serve.requests.prompt import ServerLimits
-from jaxrl.serve.requests.request import GenerationRequest, chat_request
 
 SAME = (  # fields that the chat endpoint has by the same name
     "model",
@@ -47,23 +42,19 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported fields, with the values
     "truncation": ("disabled",),
 }
 LOGPROBS = "message.output_text.logprobs"
+NEVER_SENT = "reasoning.encrypted_content"  # reasoning is a part of the text
 OTHER = ("include", "instructions", "tool_choice", "tools")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def parse_responses(
-    raw: bytes, renderer: ChatRenderer, limits: ServerLimits
-) -> tuple[GenerationRequest, Json]:
-    """(the request, the fields of the response object that repeat it).
+def chat_of_responses(body: Mapping[str, Any]) -> Json:
+    """The body of a chat completion with the meaning of a body of /v1/responses.
 
-    Raises RequestError if the body is invalid.
+    Raises RequestError (400) with the name of a field that has no equivalent.
     """
-    found = read_object(raw, max_values=limits.max_values)
-    body = {name: value for name, value in found.items() if value is not None}
-    _check_names(body)
-    with responses_names():
-        request = chat_request(_chat_body(body), renderer, limits)
-    return dataclasses.replace(request, endpoint="responses"), _repeated(body)
+    present = {name: value for name, value in body.items() if value is not None}
+    _check_names(present)
+    return _chat_body(present)
 
 
 @contextlib.contextmanager
@@ -96,9 +87,10 @@ def _chat_body(body: Json) -> Json:
         chat["tools"] = _tools(body["tools"])
     if "tool_choice" in body:
         chat["tool_choice"] = _tool_choice(body["tool_choice"])
-    if body.get("include") not in (None, [], [LOGPROBS]):
-        raise RequestError(400, f"include accepts {LOGPROBS} only", param="include")
-    return chat | {"logprobs": body.get("include") == [LOGPROBS] or "top_logprobs" in body}
+    include = body.get("include", [])
+    if not isinstance(include, list) or any(i not in (LOGPROBS, NEVER_SENT) for i in include):
+        raise RequestError(400, f"include accepts a list of {LOGPROBS} only", param="include")
+    return chat | {"logprobs": LOGPROBS in include or "top_logprobs" in body}
 
 
 def _messages(value: Any, instructions: Any) -> list[Json]:
@@ -122,7 +114,7 @@ def _messages(value: Any, instructions: Any) -> list[Json]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = {"role": "tool", "content": _text(item.get("output"))}
+            output = {"role": "tool", "content": _content(item.get("output"))}
             messages.append(output | {"tool_call_id": item.get("call_id")})
         else:
             raise _invalid_input(
@@ -137,20 +129,24 @@ def _message(item: Json) -> Json:
         raise _invalid_input("has a message without a role")
     return {
         "role": "system" if role == "developer" else role,
-        "content": _text(item.get("content")),
+        "content": _content(item.get("content")),
     }
 
 
-def _text(content: Any) -> Any:
-    """The content with its parts as text parts of the chat endpoint, which checks the rest."""
-    if not isinstance(content, list):
-        return content
-    return [
-        part | {"type": "text"}
-        if isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        else part
-        for part in content
-    ]
+def _content(content: Any) -> Any:
+    """The content with its parts in the form of the chat endpoint, which checks the rest."""
+    return list(map(_part, content)) if isinstance(content, list) else content
+
+
+def _part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXT_PARTS:
+        return part | {"type": "text"}
+    if kind == "input_image":
+        if part.get("file_id") is not None:
+            raise _invalid_input("has an image with a file_id; send its image_url")
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    return part
 
 
 def _response_format(text: Any) -> Any:
@@ -179,7 +175,8 @@ def _tool_choice(choice: Any) -> Any:
     return {"function": choice} if isinstance(choice, dict) else choice
 
 
-def _repeated(body: Json) -> Json:
+def repeated_fields(body: Mapping[str, Any]) -> Json:
+    """The fields of the response object that repeat those of the request."""
     defaults = {
         "instructions": None,
         "max_output_tokens": None,
@@ -191,12 +188,17 @@ def _repeated(body: Json) -> Json:
         "tools": [],
         "top_p": 1.0,
     }
-    return {name: body.get(name, default) for name, default in defaults.items()} | {
-        "background": False,
-        "previous_response_id": None,
-        "store": False,  # nothing of a response is kept
-        "truncation": "disabled",
-    }
+    set_fields = {name: body[name] for name in defaults if body.get(name) is not None}
+    return (
+        defaults
+        | set_fields
+        | {
+            "background": False,
+            "previous_response_id": None,
+            "store": False,  # nothing of a response is kept
+            "truncation": "disabled",
+        }
+    )
 
 
 def _invalid_input(reason: str) -> RequestError:

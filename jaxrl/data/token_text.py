@@ -4,8 +4,8 @@ import dataclasses
 import re
 
 from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.serve.choice import REPLACEMENT
 
+REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 character to
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece for one byte
 
 

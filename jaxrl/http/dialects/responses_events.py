@@ -1,75 +1,62 @@
-"""Formats responses as OpenAI's Responses API does: the response object, and the typed events."""
+"""Writes turns as OpenAI's Responses API does: the response object, and the typed events."""
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.http.dialects.turn import EndOfTurn, TurnPiece, typed_event
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Json
-from jaxrl.serve.choice import Choice, Delta
-from jaxrl.serve.json_pieces import json_pieces
-from jaxrl.serve.openai_format import ResponseFormatter
-from jaxrl.serve.response import ActiveResponse
-from jaxrl.serve.token_text import TokenTexts
 
 
-class ResponsesFormatter:
-    """Formats one response, in full or as events."""
+class ResponsesWriter:
+    """Writes one turn as a response object, in full or as events."""
 
-    def __init__(
-        self, response: ActiveResponse, renderer: ChatRenderer, tokens: TokenTexts, repeated: Json
-    ):
+    splits_reasoning = False
+
+    def __init__(self, model: str, repeated: Json):
         """`repeated` are the fields of the response object that repeat the request."""
-        self._response = response
-        self._chat = ResponseFormatter(response, renderer, tokens)
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": response.request.model,
+            "model": model,
         } | repeated
         self._output: list[Json] = []  # complete items
         self._open: Json | None = None  # the message whose text is being streamed
         self._n_events = 0
 
-    def full(self) -> Iterator[str]:
-        """The response object as JSON, after the choice has ended."""
-        [choice] = self._response.choices
-        content, calls = self._chat.content_and_calls(choice, choice.text)
-        if content or not calls:
-            part = _text_part(content) | {"logprobs": self._chat.token_logprobs(choice, 0)}
+    def full(self, turn: TurnPiece, end: EndOfTurn) -> Json:
+        if turn.content or not turn.calls:
+            part = _text_part(turn.content) | {"logprobs": list(turn.logprobs)}
             self._output.append(_message("completed", [part]))
-        self._output += [_call_item(call) for call in calls]
-        yield "".join(json_pieces(self._object(choice)))
+        self._output += [_call_item(call) for call in turn.calls]
+        return self._object(end)
 
-    def start_events(self) -> Iterator[str]:
+    def start(self, n_prompt_tokens: int) -> Iterator[str]:
         for kind in "response.created", "response.in_progress":
             yield self._event(kind, {"response": self._body("in_progress")})
 
-    def delta_events(self, choice: Choice, delta: Delta) -> Iterator[str]:
-        content, calls = self._chat.content_and_calls(choice, delta.text)
-        logprobs = self._chat.token_logprobs(choice, delta.first_token)
-        if content or logprobs:
-            yield from self._add_text(content, logprobs)
-        for call in calls:
+    def add(self, piece: TurnPiece) -> Iterator[str]:
+        if piece.content or piece.logprobs:
+            yield from self._add_text(piece.content, piece.logprobs)
+        for call in piece.calls:
             yield from self._close_text()
             yield from self._call_events(_call_item(call))
 
-    def end_events(self) -> Iterator[str]:
-        [choice] = self._response.choices
+    def end(self, end: EndOfTurn) -> Iterator[str]:
         if self._open is None and not self._output:
-            yield from self._add_text("", [])
+            yield from self._add_text("", ())
         yield from self._close_text()
-        body = self._object(choice)
+        body = self._object(end)
         yield self._event(f"response.{body['status']}", {"response": body})
 
-    def error_events(self, error: RequestError) -> Iterator[str]:
+    def error(self, error: RequestError) -> Iterator[str]:
         details = error.body()["error"]
         code = details["code"] or details["type"]
         yield self._event("error", {"code": code, "message": error.message, "param": error.param})
 
-    def _add_text(self, text: str, logprobs: list[Json]) -> Iterator[str]:
+    def _add_text(self, text: str, logprobs: Sequence[Json]) -> Iterator[str]:
         if self._open is None:
             self._open = _message("in_progress", [])
             yield self._item_event("response.output_item.added", {"item": self._open})
@@ -78,7 +65,9 @@ class ResponsesFormatter:
         [part] = self._open["content"]
         part["text"] += text
         part["logprobs"] += logprobs
-        yield self._part_event("response.output_text.delta", {"delta": text, "logprobs": logprobs})
+        yield self._part_event(
+            "response.output_text.delta", {"delta": text, "logprobs": [*logprobs]}
+        )
 
     def _close_text(self) -> Iterator[str]:
         if (item := self._open) is None:
@@ -104,19 +93,18 @@ class ResponsesFormatter:
         yield self._item_event("response.output_item.done", {"item": item})
         self._output.append(item)
 
-    def _object(self, choice: Choice) -> Json:
-        usage = self._chat.usage()
-        cut = choice.finish_reason == "length"
+    def _object(self, end: EndOfTurn) -> Json:
+        cut = end.finish == "length"
         if cut and self._output:
             self._output[-1]["status"] = "incomplete"
         return self._body("incomplete" if cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
-                "input_tokens": usage["prompt_tokens"],
+                "input_tokens": end.n_prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
+                "output_tokens": end.n_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
+                "total_tokens": end.n_prompt_tokens + end.n_tokens,
             },
         }
 
@@ -137,9 +125,8 @@ class ResponsesFormatter:
         return self._item_event(kind, {"item_id": self._open["id"], "content_index": 0} | fields)
 
     def _event(self, kind: str, fields: Json) -> str:
-        body = {"type": kind, "sequence_number": self._n_events} | fields
         self._n_events += 1
-        return f"event: {kind}\ndata: {''.join(json_pieces(body))}\n\n"
+        return typed_event(kind, {"sequence_number": self._n_events - 1} | fields)
 
 
 def _message(status: str, content: list[Json]) -> Json:

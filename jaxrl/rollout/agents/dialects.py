@@ -1,0 +1,36 @@
+"""Requests of agents in other dialects than chat completions, which they are translated to."""
+
+import dataclasses
+
+from jaxrl.http.dialects.messages import chat_of_count, chat_of_messages
+from jaxrl.http.dialects.messages_events import MessagesWriter
+from jaxrl.http.dialects.responses import chat_of_responses, repeated_fields
+from jaxrl.http.dialects.responses_events import ResponsesWriter
+from jaxrl.http.dialects.turn import TurnWriter
+from jaxrl.http.openai import read_object
+from jaxrl.rollout.agents.chat import MAX_VALUES, MODEL, ChatRequest, chat_request
+
+type WrittenChat = tuple[ChatRequest, TurnWriter]
+
+
+def parse_messages(raw: bytes) -> WrittenChat:
+    """The request of a body of /messages, and the writer of its response.
+
+    Raises RequestError (400) if the body is invalid.
+    """
+    request = chat_request(chat_of_messages(read_object(raw, max_values=MAX_VALUES)))
+    return dataclasses.replace(request, splits_reasoning=True), MessagesWriter(MODEL)
+
+
+def parse_count(raw: bytes) -> ChatRequest:
+    """The request of a body of /messages/count_tokens. Raises RequestError (400)."""
+    return chat_request(chat_of_count(read_object(raw, max_values=MAX_VALUES)))
+
+
+def parse_responses(raw: bytes) -> WrittenChat:
+    """The request of a body of /responses, and the writer of its response.
+
+    Raises RequestError (400) if the body is invalid.
+    """
+    body = read_object(raw, max_values=MAX_VALUES)
+    return chat_request(chat_of_responses(body)), ResponsesWriter(MODEL, repeated_fields(body))
