@@ -22,7 +22,7 @@ from jaxrl.report.record import (
     thin_samples,
 )
 from jaxrl.tracking.first_samples import MarkedText
-from jaxrl.tracking.sample_images import NAME
+from jaxrl.tracking.samples import IMAGE_NAME
 
 MAX_NAME_CHARS = 300
 MAX_VALUE_CHARS = 10_000  # of a config value
@@ -109,7 +109,7 @@ def image_names(sample: dict[str, Any]) -> list[str]:
     """The files of a sample's images, below the run folder."""
     names = sample.get("images")
     names = names if isinstance(names, list) else []
-    return [name for name in names if isinstance(name, str) and NAME.fullmatch(name)]
+    return [name for name in names if isinstance(name, str) and IMAGE_NAME.fullmatch(name)]
 
 
 def sample_field(sample: dict[str, Any], name: str, limit: int) -> Any:

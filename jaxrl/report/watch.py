@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl.report.document import embedded
 from jaxrl.report.page import page_data, render
 from jaxrl.report.record import Record, read_record
-from jaxrl.tracking.sample_images import NAME
+from jaxrl.tracking.samples import IMAGE_NAME
 
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl")
 REQUEST_S = 10.0  # for a request and its answer
@@ -46,7 +46,7 @@ class RunPage:
         """The file of an image of the samples; None for another path."""
         name = path.removeprefix("/")
         file = self.run_dir / name
-        return file.read_bytes() if NAME.fullmatch(name) and file.is_file() else None
+        return file.read_bytes() if IMAGE_NAME.fullmatch(name) and file.is_file() else None
 
     def version(self) -> str:
         """Changes whenever a file of the run changes."""

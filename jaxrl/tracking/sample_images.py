@@ -1,20 +1,18 @@
 """The images of logged samples: small copies in the run folder, which the report shows."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from jaxrl.tracking.logger import warn
+from jaxrl.tracking.samples import IMAGES
 from jaxrl.types import ImageInput
 
-FOLDER = "images"
 MAX_IMAGES = 4096  # of a run; later ones are not written
-NAME = re.compile(rf"{FOLDER}/[0-9a-f]{{16}}\.jpg")  # of a file, below the run folder
 
 
 def image_name(image: ImageInput) -> str:
-    """The name of an image's copy below the run folder."""
-    return f"{FOLDER}/{image.digest[:16]}.jpg"
+    """The name of an image's copy below the run folder (`IMAGE_NAME`)."""
+    return f"{IMAGES}/{image.digest[:16]}.jpg"
 
 
 def write_images(run_dir: Path, images: Iterable[ImageInput]) -> None:
@@ -27,8 +25,8 @@ def write_images(run_dir: Path, images: Iterable[ImageInput]) -> None:
     if not missing:
         return
     try:
-        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        free = MAX_IMAGES - sum(1 for _ in (run_dir / FOLDER).iterdir())
+        (run_dir / IMAGES).mkdir(parents=True, exist_ok=True)
+        free = MAX_IMAGES - sum(1 for _ in (run_dir / IMAGES).iterdir())
         for name, image in list(missing.items())[: max(free, 0)]:
             assert image.preview is not None
             (run_dir / name).write_bytes(image.preview())

@@ -1,9 +1,12 @@
 """Sampled completions as trackers and the console show them: rows, Markdown, printable text."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 MAX_CHARS = 600  # of a prompt or a completion in the console
+IMAGES = "images"  # folder of the images of samples, in the run folder
+IMAGE_NAME = re.compile(rf"{IMAGES}/[0-9a-f]{{16}}\.jpg")  # of a file, below the run folder
 COLUMNS = ("kind", "source", "prompt", "completion", "answer", "reward", "finish")
 
 
