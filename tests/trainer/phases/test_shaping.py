@@ -7,13 +7,14 @@ import pytest
 
 from jaxrl.config.keys import RewardConfig
 from jaxrl.config.resolve import resolve
+from jaxrl.data.iterator import solved
 from jaxrl.trainer.phases.mini_batches import drop_overlong, make_mini_batches
 from jaxrl.trainer.phases.rewards import (
     RewardScale,
     add_length_penalties,
+    prompt_outcomes,
     scale_metrics,
     scaled_rewards,
-    solved_prompts,
     split_flat,
     split_groups,
     turn_rewards,
@@ -67,15 +68,17 @@ def test_failed_samples_leave_their_group_and_too_small_a_group_is_empty():
     assert valid_groups(groups, resolve(c)) == groups
 
 
-def test_empty_groups_are_flat_and_not_solved():
+def test_empty_groups_are_flat_and_have_no_outcome():
     assert split_flat([[]], mean_range=(0.1, 0.9)) == ([], [[]])
-    assert solved_prompts([[], rewards_of(1.0)], 1.0) == [0]
+    assert prompt_outcomes([[], rewards_of(1.0)]) == [(0, 1.0)]
 
 
 def test_a_prompt_is_solved_if_its_mean_reward_reaches_the_pass_rate():
     groups = split_groups(rollouts_with([[1, 0], [1, 1], [0, 0]]), 2)
-    assert solved_prompts(groups, 0.5) == [0, 1]
-    assert solved_prompts(groups, 1.0) == [1]
+    outcomes = prompt_outcomes(groups)
+    assert outcomes == [(0, 0.5), (1, 1.0), (2, 0.0)]
+    assert solved(outcomes, 0.5) == [0, 1]
+    assert solved(outcomes, 1.0) == [1]
 
 
 def rewards_of(*values, error=""):
