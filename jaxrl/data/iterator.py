@@ -55,6 +55,18 @@ def solved(outcomes: Iterable[PromptOutcome], mean_reward: float) -> list[int]:
     return [prompt_id for prompt_id, mean in outcomes if mean >= mean_reward]
 
 
+def _epoch(n: int, shuffle: bool, seed: int) -> grain.MapDataset[int]:
+    """The indices of `n` items; repeat() reshuffles them every epoch."""
+    order = grain.MapDataset.source(range(n)).seed(seed)
+    return order.shuffle() if shuffle else order
+
+
+def _batches(n: int, size: int, shuffle: bool, seed: int) -> grain.MapDataset[list[int]]:
+    """Endless lists of `size` indices, none of which spans two epochs."""
+    epoch = _epoch(n, shuffle, seed)
+    return epoch.batch(size, drop_remainder=True, batch_fn=list).repeat()
+
+
 class EndlessItems[T]:
     """All items of a dataset again and again, in a new order every epoch with `shuffle`.
 
@@ -70,8 +82,7 @@ class EndlessItems[T]:
             )
         self.items = items
         self._min_left = min_left
-        order = grain.MapDataset.source(range(len(items))).seed(seed)
-        self._order = (order.shuffle() if shuffle else order).repeat()
+        self._order = _epoch(len(items), shuffle, seed).repeat()
         self._position = 0  # items consumed or skipped
         self._solved: set[int] = set()  # prompt ids
 
@@ -123,9 +134,7 @@ class StepItems[T]:
                 "data.demonstrations_per_step, or add data to data.demonstrations"
             )
         self.items = items
-        order = grain.MapDataset.source(range(len(items))).seed(seed)
-        order = order.shuffle() if shuffle else order
-        self._batches = order.batch(per_step, drop_remainder=True, batch_fn=list).repeat()
+        self._batches = _batches(len(items), per_step, shuffle, seed)
 
     def of_step(self, step: int) -> list[T]:
         """The items of a step, counted from 0; none is in them twice."""
@@ -165,12 +174,8 @@ class BatchIterator[T]:
             "seed": seed,
             "skip_solved": skip_solved > 0,
         }
-        order = grain.MapDataset.source(range(len(items))).seed(seed)
-        if shuffle:
-            order = order.shuffle()
         self.steps_per_epoch = len(items) // prompts_per_step
-        # repeat() reshuffles every epoch; batch() comes first, so no batch spans two epochs
-        self._batches = order.batch(prompts_per_step, drop_remainder=True, batch_fn=list).repeat()
+        self._batches = _batches(len(items), prompts_per_step, shuffle, seed)
         self._position = 0  # batches consumed, without skip_solved
 
     @property

@@ -10,8 +10,9 @@ Functions that the caller of the trainer passes as objects run in threads of thi
 (rewards/worker_thread.py).
 """
 
+import collections
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +324,12 @@ def _info(episode: Episode) -> dict[str, Any]:
 
 def _messages(episode: Episode) -> dict[str, Any]:
     return {"asked": episode.prompt_messages, "said": episode.completion_messages}
+
+
+def count_sums(rewards: Iterable[Reward]) -> dict[str, float]:
+    """Sum of each count of the reward functions, over all rewards, also failed ones."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    for reward in rewards:
+        for name, value in reward.counts.items():
+            sums[name] += value
+    return dict(sums)

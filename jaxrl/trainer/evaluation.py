@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxrl.algorithms.evaluation_statistics import pass_at_k, standard_error
 from jaxrl.config.keys import EvalConfig
-from jaxrl.trainer.phases.rewards import count_sums, episode_means, part_means, split_groups
+from jaxrl.rewards.pool import count_sums
+from jaxrl.trainer.phases.rewards import episode_means, part_means, split_groups
 from jaxrl.types import ScoredRollout
 
 
@@ -24,14 +25,14 @@ def statistics(rollouts: Sequence[ScoredRollout], cfg: EvalConfig) -> dict[str, 
     n_passed = (rewards >= cfg.pass_reward).sum(axis=1)
     per_prompt = {"reward": rewards.mean(axis=1)}
     per_prompt |= {f"pass_at_{k}": pass_at_k(n_passed, n=cfg.n, k=k) for k in cfg.k}
-    found = {}
+    found, counts = {}, count_sums(r.reward for r in rollouts)
     for name, values in per_prompt.items():
         found[name] = float(values.mean())
         if len(groups) > 1:
             found[f"{name}_stderr"] = standard_error(values)
     return found | {
         **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
-        **{f"reward/{name}": total for name, total in count_sums(rollouts).items()},
+        **{f"reward/{name}": total for name, total in counts.items()},
         "response_len": float(np.mean([len(r.rollout.tokens) for r in rollouts])),
         "truncated_fraction": float(np.mean([r.rollout.finish == "length" for r in rollouts])),
         "errors": float(sum(bool(r.error) for r in rollouts)),

@@ -18,7 +18,7 @@ from jaxrl.data.sources.files import read_rows
 from jaxrl.json_text import shown
 from jaxrl.rewards.functions import is_judge
 from jaxrl.rewards.model_judge.rubric import Rubric, read_rubric
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.pool import RewardPool, count_sums
 from jaxrl.types import Prompt, Reward, Rollout
 
 _FIELDS = ("prompt", "response", "labels")
@@ -46,14 +46,10 @@ def calibrate(cfg: RewardConfig, source: str, run_folder: Path) -> dict[str, Any
     cfg = dataclasses.replace(cfg, functions=(judge,), weights=())
     with RewardPool(cfg, run_folder=run_folder) as pool:
         rewards, (name,) = pool.score([one.rollout for one in labelled]), pool.names
-    counts: dict[str, float] = {}
-    for reward in rewards:
-        for key, value in reward.counts.items():
-            counts[key] = counts.get(key, 0) + value
     verdicts = [_verdict(reward, name, rubric) for reward in rewards]
     return {
         "results": statistics(rubric, [one.labels for one in labelled], verdicts),
-        "counts": counts,
+        "counts": count_sums(rewards),
         "verdicts": [
             {"row": one.place, "labels": one.labels, "verdict": verdict, "error": reward.error}
             for one, verdict, reward in zip(labelled, verdicts, rewards, strict=True)

@@ -10,12 +10,12 @@ import urllib.request
 from typing import Literal
 
 from jaxrl.json_text import Json, parse_json
+from jaxrl.rewards.verifiers.remote import may_pass
 
 Kind = Literal["timeout", "unreachable", "status", "refusal", "invalid"]
 
 _MAX_SHOWN = 200  # characters of a reply in an error message
 _MAX_BYTES = 4 << 20  # of a reply
-_TRANSIENT = (408, 425, 429)  # statuses below 500 that are worth another attempt
 
 
 class RequestFailed(Exception):
@@ -72,9 +72,10 @@ class ChatClient:
         except TimeoutError as error:
             raise RequestFailed("timeout", f"no reply within {self._timeout_s:g} s") from error
         except urllib.error.HTTPError as error:
-            final = error.code < 500 and error.code not in _TRANSIENT
             reason = f"status {error.code} {error.reason}"
-            raise RequestFailed("status", f"{self._url} returned {reason}", final=final) from error
+            raise RequestFailed(
+                "status", f"{self._url} returned {reason}", final=not may_pass(error.code)
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed("unreachable", f"{self._url}: {error}") from error
 

@@ -52,13 +52,18 @@ def remote(
             return read_scores(post(server, body, timeout_s=left_s), len(query_strs), server)
         except urllib.error.HTTPError as error:
             failure = f"{server} returned status {error.code} {error.reason}"
-            if error.code < 500 and error.code not in _TRANSIENT:
+            if not may_pass(error.code):
                 raise RuntimeError(failure) from error
         except (OSError, http.client.HTTPException) as error:  # connection, timeout, partial reply
             failure = f"{server}: {error}"
         pause_s = wait_s * 2**attempt
         time.sleep(max(0.0, min(pause_s, end - time.monotonic())))
     raise RuntimeError(f"no score after {attempts} attempts within {timeout_s:g} s; {failure}")
+
+
+def may_pass(status: int) -> bool:
+    """Whether a request that failed with this HTTP status is worth another attempt."""
+    return status >= 500 or status in _TRANSIENT
 
 
 def post(url: str, body: dict[str, Any], *, timeout_s: float) -> bytes:

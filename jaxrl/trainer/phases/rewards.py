@@ -19,6 +19,7 @@ from jaxrl.data.images.placeholders import IMAGE
 from jaxrl.data.iterator import PromptOutcome
 from jaxrl.learner.reward_model import PART
 from jaxrl.rewards.functions import metric_names
+from jaxrl.rewards.pool import count_sums
 from jaxrl.tracking.sample_images import image_name
 from jaxrl.tracking.samples import printable
 from jaxrl.trainer.phases.advantage import RewardParts
@@ -303,13 +304,14 @@ def reward_metrics(rollouts: Sequence[ScoredRollout], cfg: RewardConfig) -> dict
     """
     valid = valid_samples(rollouts, cfg)
     sampled, means = [s for r in rollouts for s in r.rollout.sequences], {}
+    counts = count_sums(r.reward for r in rollouts)
     if valid:
         rewards = np.array([r.reward.value for r in valid])
         means = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     return means | {
         "reward/errors": float(sum(bool(r.error) for r in rollouts)),
         **{f"reward/{name}": mean for name, mean in part_means(valid).items()},
-        **{f"reward/{name}": total for name, total in count_sums(rollouts).items()},
+        **{f"reward/{name}": total for name, total in counts.items()},
         **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
         "rollout/entropy": sampling_entropy(sampled),
         "rollout/response_len": float(np.mean([len(r.tokens) for r in sampled])),
@@ -333,15 +335,6 @@ def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         for name, value in r.reward.parts.items():
             parts[name].append(value)
     return {name: float(np.mean(values)) for name, values in parts.items()}
-
-
-def count_sums(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Sum of each count of the reward functions, over all rollouts, also failed ones."""
-    sums: dict[str, float] = collections.defaultdict(float)
-    for r in rollouts:
-        for name, value in r.reward.counts.items():
-            sums[name] += value
-    return dict(sums)
 
 
 def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
