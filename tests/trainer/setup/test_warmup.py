@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.config import resolve
 from jaxrl.learner.programs import training_programs
+from jaxrl.learner.state import checkpoint_state
 from jaxrl.trainer.rl_step import train_step
 from jaxrl.trainer.setup import warmup
 from jaxrl.trainer.setup.opening import open_run
@@ -36,8 +37,12 @@ def test_a_trial_run_leaves_the_weights(tiny_config, monkeypatch):
     tiny_config.algorithm.advantage = "gae"
     with open_run(resolve(tiny_config)) as run:
         core = run.core
-        before = jax.device_get((core.state, core.learner.critic.state))
+        before = jax.device_get(whole_states(core))
         monkeypatch.setattr(warmup, "needs_trial_run", lambda: True)
         warmup.try_training(core, warmup.rl_models(run))
-        after = jax.device_get((core.state, core.learner.critic.state))
-        jax.tree.map(np.testing.assert_array_equal, before, after)
+        jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(whole_states(core)))
+
+
+def whole_states(core):
+    """States of the policy and of the critic, the same trees before and after an update."""
+    return [checkpoint_state(state) for state in (core.state, core.learner.critic.state)]
