@@ -78,6 +78,10 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_qwen3_5_9b_h100.h100-8": ("grpo_qwen3_5_9b_h100", "h100:8", STACKED),
     "grpo_qwen3_5_35b_a3b.v5p-4x4x4": ("grpo_qwen3_5_35b_a3b", "v5p:4x4x4", {}),
     "grpo_qwen3_5_35b_a3b_h100.h100-64": ("grpo_qwen3_5_35b_a3b_h100", "h100:64", {}),
+    "grpo_gpt_oss_120b.v5p-4x4x4": ("grpo_gpt_oss_120b", "v5p:4x4x4", {}),
+    "grpo_gemma_4_e4b.v5e-2x4": ("grpo_gemma_4_e4b", "v5e:2x4", {}),
+    "grpo_gemma_4_31b_lora.v5e-2x4": ("grpo_gemma_4_31b_lora", "v5e:2x4", {}),
+    "grpo_deepseek_v3_lora_h100.h100-64": ("grpo_deepseek_v3_lora_h100", "h100:64", {}),
 }
 WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     "grpo_7b.v5e-2x4": (
@@ -133,6 +137,7 @@ WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
         | {"data.prompts_per_step": "64", "learner.mini_batch_prompts": "16"}
         | {"lora.rank": "32"},
     ),
+    "grpo_gpt_oss_120b_h100.h100-64": ("grpo_gpt_oss_120b_h100", "h100:64", {}),
 }
 PLANS |= WORKED_PLANS
 GIB = 2**30

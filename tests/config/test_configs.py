@@ -58,6 +58,11 @@ DEVICES = {
     "grpo_qwen3_5_9b_h100": 8,
     "grpo_qwen3_5_35b_a3b": 64,
     "grpo_qwen3_5_35b_a3b_h100": 64,
+    "grpo_gpt_oss_120b": 64,
+    "grpo_gpt_oss_120b_h100": 64,
+    "grpo_deepseek_v3_lora_h100": 64,
+    "grpo_gemma_4_e4b": 8,
+    "grpo_gemma_4_31b_lora": 8,
 }
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py"))
 INTS = ("tokens", "targets", "segments", "positions", "until", "copies")
