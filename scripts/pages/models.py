@@ -1,6 +1,6 @@
 """The pages of models: settings, memory and time of each on common devices.
 
-python -m scripts.pages.models              # writes docs/models/*.md
+python -m scripts.pages.models [NAME ...]   # writes docs/models/*.md, or the pages of these names
 
 Memory and times come from the formulas that rank the candidates of `jaxrl.plan --search`: nothing
 is compiled. The stored plans of the committed configs are compiled, and are named.
@@ -9,6 +9,7 @@ is compiled. The stored plans of the committed configs are compiled, and are nam
 import dataclasses
 import functools
 import pathlib
+import sys
 import types
 import warnings
 
@@ -108,6 +109,20 @@ FAMILIES = {
             "exclude `shared_expert.*` ([LoRA](../how_to/lora.md)).",
         ),
     ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "gpt_oss",
+        ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+        (
+            "`configs/grpo_gpt_oss_120b.py` (TPU v5p) and `configs/grpo_gpt_oss_120b_h100.py` have "
+            "longer responses.",
+            "The compiled plan of 120b on 64 H100 needs 51.4 GiB for an update, 1.9 times what the "
+            "formulas say, because XLA keeps transposed copies of stacked experts and of their "
+            "gradients. Compile a plan before you use a row with all weights.",
+            "Layers alternate between a window of 128 tokens and none. Adapters are on attention "
+            "only ([notes](../reference/models.md#gpt-oss)).",
+        ),
+    ),
     "llama3": Family(
         "Llama 3",
         "llama",
@@ -187,7 +202,6 @@ layers without experts ([LoRA](../how_to/lora.md)). NAME is, in the order of the
 OTHERS = {
     "google/gemma-4-31b-it, 26b-a4b-it, e4b-it, e2b-it": "`gemma4`; "
     "[notes](../reference/models.md#gemma-4)",
-    "openai/gpt-oss-20b, gpt-oss-120b": "`gpt_oss`; [notes](../reference/models.md#gpt-oss)",
     "zai-org/GLM-4.7-Flash": "`glm4_moe_lite`; [notes](../reference/models.md#latent-attention)",
     "moonshotai/Moonlight-16B-A3B-Instruct": "`deepseek_v3`; Kimi-K2 is `kimi_k2`",
     "zai-org/GLM-4.5-Air": "`glm4_moe`; LoRA needs `lora.target_modules` or "
@@ -238,8 +252,8 @@ those that fit, and `python -m jaxrl.check_model FOLDER` checks the files.
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for name, family in FAMILIES.items():
-        (FOLDER / f"{name}.md").write_text(page(family))
+    for name in sys.argv[1:] or FAMILIES:
+        (FOLDER / f"{name}.md").write_text(page(FAMILIES[name]))
         print(f"docs/models/{name}.md", flush=True)
     (FOLDER / "README.md").write_text(index())
 
