@@ -70,7 +70,7 @@ def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
         else:
             state += critic.held_bytes
         work = max(work, update)
-    if job.tower is not None:
+    if job.tower is not None and job.decoder.tower is None:
         n_params = count_params(tower_specs(job.tower))
         state += policy.item_bytes * n_params / (policy.fsdp * policy.tensor)
     state += ("optimizer" not in offload) * optimizer
