@@ -14,7 +14,6 @@ from jaxrl.config.resolve import default_config, resolve
 from jaxrl.models.files.quantized.tensors import read_tensor
 from jaxrl.models.files.weight_files import named_infos
 from jaxrl.models.vision.names import is_of_tower
-from jaxrl.train import train
 from jaxrl.trainer.export import export_checkpoint
 from scripts.make_tiny_vlm import write_tiny_vlm
 from tests.data.images.pictures import encoded
