@@ -5,7 +5,8 @@ tokens with images, their patches and grids, the summed negative logprob of the 
 first text token that follows an image, and its gradient for each parameter of the tower and of its
 projector.
 
-    /tmp/torch/bin/python scripts/make_golden_tower_gradients.py tests/models/vision/golden_gradients
+    /tmp/torch/bin/python scripts/make_golden_tower_gradients.py \\
+      tests/models/vision/golden_gradients
 """
 
 import sys

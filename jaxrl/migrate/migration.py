@@ -199,6 +199,21 @@ def unresolved_reason(text: str, reasons: Mapping[str, str]) -> str:
     return "; ".join(from_variables + others)
 
 
+def freeze_vision(found: Migration, name: str, rank: str) -> None:
+    """Trains the vision tower unless the setting `name` freezes it; adapters need its names."""
+    if found.get(name, False) is True:
+        return
+    if not found.number(rank, 0):
+        found.config["model.freeze_vision"] = "none"
+        return
+    found.note(
+        DIFFERS,
+        name,
+        "the tower and its projector have no adapters; model.freeze_vision='none' adds those that "
+        r"lora.target_modules names, such as 'visual\..*'",
+    )
+
+
 def listed(value: Any) -> tuple[str, ...]:
     """A text or a list of texts as a tuple."""
     if value is None:

@@ -273,10 +273,7 @@ def images(found: Migration) -> str | None:
     found.note(
         DIFFERS, "data.max_images_per_prompt", "every image of a row is read, whatever their number"
     )
-    if not found.get("actor.freeze_visual_encoder", False):
-        found.note(
-            DIFFERS, "actor.freeze_visual_encoder", "the vision tower and its projector are frozen"
-        )
+    freeze_vision(found, "actor.freeze_visual_encoder", "ds.lora.rank")
     return found.get("data.image_key")
 
 

@@ -161,12 +161,7 @@ def images(found: Migration) -> str | None:
     found.config["data.images"] = True
     for name in ("min_pixels", "max_pixels"):
         found.carry(f"data.mm_processor_kwargs.{name}", f"data.image_kwargs.{name}")
-    if found.get(ACTOR + "freeze_vision_tower", False) is not True:
-        found.note(
-            DIFFERS,
-            ACTOR + "freeze_vision_tower",
-            "the vision tower and its projector are frozen here, and have no adapters",
-        )
+    freeze_vision(found, ACTOR + "freeze_vision_tower", "actor_rollout_ref.model.lora_rank")
     return found.get("data.image_key")
 
 

@@ -332,9 +332,12 @@ def test_images_are_read_from_the_column_that_the_run_names():
     assert found.config["data.columns"] == ("images:pictures",)
     assert found.config["data.image_kwargs.max_pixels"] == 4096
     tower = ACTOR + "freeze_vision_tower"
-    assert "are frozen here" in notes(found, DIFFERS)[tower]
+    assert found.config["model.freeze_vision"] == "none" and not notes(found, DIFFERS)
+    adapted = NEEDED | {"data.image_key": "images", "actor_rollout_ref.model.lora_rank": 8}
+    assert "have no adapters" in notes(migrate(adapted), DIFFERS)[tower]
     frozen = migrate(NEEDED | {"data.image_key": "images", tower: True})
     assert "data.columns" not in frozen.config and not notes(frozen, DIFFERS)
+    assert "model.freeze_vision" not in frozen.config
     assert "data.images" not in migrate(NEEDED | {"data.image_key": None}).config
 
 

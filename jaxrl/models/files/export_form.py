@@ -105,5 +105,5 @@ def whole_name(name: str) -> str:
     """A tensor's name in transformers' class of an image-and-text model."""
     prefix = "model."
     if is_of_tower(name):
-        return name
+        return name if name.startswith(prefix) else prefix + name
     return f"model.language_model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name

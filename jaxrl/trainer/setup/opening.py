@@ -53,6 +53,7 @@ from jaxrl.trainer.offline.objective import (
     with_objective,
 )
 from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
+from jaxrl.trainer.phases.update import load_reference_tower
 from jaxrl.trainer.setup.devices import Policy, open_plan, open_policy
 from jaxrl.trainer.setup.engines import (
     check_rollout_layout,
@@ -312,13 +313,6 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
     load_reference_tower(core)
     check_disk(core)
     return core
-
-
-def load_reference_tower(core: Core) -> None:
-    """Gives the tower of the reference to its encoder, if it is not the policy's."""
-    encoder, ref = core.learner.ref_scorer.encoder, core.ref_params
-    if encoder is not None and encoder is not core.learner.encoder and ref is not None:
-        encoder.load(ref.tower)
 
 
 def peak_flops(dtype: jnp.dtype) -> float | None:

@@ -141,6 +141,7 @@ def parts(name: str) -> set[str]:
     return {n.removeprefix("grad:model.") for n in golden(name) if n.startswith("grad:")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_of_packed_images_are_those_of_transformers(name, one_device):
     """The images of three samples in one row, one of which two samples show."""
@@ -148,6 +149,7 @@ def test_gradients_of_packed_images_are_those_of_transformers(name, one_device):
     check_golden(name, loss, grads, parts(name))
 
 
+@pytest.mark.thorough
 def test_a_frozen_tower_leaves_the_gradient_of_the_projector(one_device):
     loss, grads = found("qwen3_vl", freeze="tower")
     check_golden("qwen3_vl", loss, grads, {n for n in parts("qwen3_vl") if "merger" in n})
