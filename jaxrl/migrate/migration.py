@@ -199,19 +199,24 @@ def unresolved_reason(text: str, reasons: Mapping[str, str]) -> str:
     return "; ".join(from_variables + others)
 
 
-def freeze_vision(found: Migration, name: str, rank: str) -> None:
-    """Trains the vision tower unless the setting `name` freezes it; adapters need its names."""
-    if found.get(name, False) is True:
+def freeze_vision(found: Migration, name: str) -> None:
+    """Trains the vision tower of a run with images, unless the setting `name` freezes it.
+
+    It stays frozen, with a note, if the config cannot train it as it is.
+    """
+    config = found.config
+    if not config.get("data.images") or found.get(name, False) is True:
         return
-    if not found.number(rank, 0):
-        found.config["model.freeze_vision"] = "none"
+    if config.get("lora.rank"):
+        reason = r"lora.target_modules has no names of it, such as 'visual\..*'"
+    elif config.get("mesh.stage", 1) != 1:
+        reason = "the stages of a pipeline have no tower; set mesh.stage=1"
+    elif config.get("algorithm.advantage") == "gae":
+        reason = "a separate critic has no tower; set critic.shared=True"
+    else:
+        config["model.freeze_vision"] = "none"
         return
-    found.note(
-        DIFFERS,
-        name,
-        "the tower and its projector have no adapters; model.freeze_vision='none' adds those that "
-        r"lora.target_modules names, such as 'visual\..*'",
-    )
+    found.note(DIFFERS, name, f"the tower is frozen: {reason}, and model.freeze_vision='none'")
 
 
 def listed(value: Any) -> tuple[str, ...]:

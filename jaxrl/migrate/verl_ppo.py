@@ -3,7 +3,7 @@
 import math
 
 from jaxrl.config.choices import RATIO_REJECTIONS, REJECTIONS
-from jaxrl.migrate.migration import DIFFERS, UNNEEDED, Migration
+from jaxrl.migrate.migration import DIFFERS, UNNEEDED, Migration, freeze_vision
 from jaxrl.migrate.verl_names import (
     ACTOR,
     ADVANTAGES,
@@ -65,6 +65,7 @@ def ppo(found: Migration) -> None:
     recomputation(found, prefixes, MODEL)
     optimizer_offload(found, (ACTOR, "critic."))
     adapters(found, MODEL)
+    freeze_vision(found, ACTOR + "freeze_vision_tower")
     has_reference = found.config.get("algorithm.kl_coef") and not found.config.get("lora.rank")
     roles = {REF: "reference"} if has_reference else {}
     if found.config.get("algorithm.advantage") == "gae":
@@ -161,7 +162,6 @@ def images(found: Migration) -> str | None:
     found.config["data.images"] = True
     for name in ("min_pixels", "max_pixels"):
         found.carry(f"data.mm_processor_kwargs.{name}", f"data.image_kwargs.{name}")
-    freeze_vision(found, ACTOR + "freeze_vision_tower", "actor_rollout_ref.model.lora_rank")
     return found.get("data.image_key")
 
 

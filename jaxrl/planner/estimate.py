@@ -12,10 +12,9 @@ from jaxrl.engine.device.kv_pool import n_state_slots
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
-from jaxrl.models.spec import count_params
 from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
-from jaxrl.planner.tower import tower_bytes
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
+from jaxrl.planner.tower import tower_bytes
 from jaxrl.planner.traffic import (
     RULE_BACKWARD,
     copied_features,

@@ -88,7 +88,7 @@ def test_features_are_at_their_tokens(sizes, rules):
         is_image = row_order(np.asarray(batch.images.is_image), rules)
         deep = row_order(np.asarray(batch.images.deep), rules)
         axes = row_order(np.asarray(batch.axis_positions), rules)
-        shapes = one.abstract(2, 64, rules)
+        [shapes] = one.abstract(2, 64, rules)
     at = slice(30, 30 + image.n_tokens)
     np.testing.assert_array_equal(rows[1, at], encoded.rows)
     np.testing.assert_array_equal(deep[1, at], encoded.deep)

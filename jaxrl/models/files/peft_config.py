@@ -140,7 +140,7 @@ def is_list_of_names(value: Any) -> bool:
 
 
 def _any_block(name: str) -> str:
-    """A regular expression for a layer of a vision tower in all blocks, whose name has no number."""
+    """A regular expression for a layer of a vision tower in all blocks."""
     escaped = re.escape(name.removeprefix("model."))
     numbered = r"(blocks|deepstack_merger_list|layers)\\\."
     return r"(model\.)?" + re.sub(numbered, r"\1\\.\\d+\\.", escaped)
