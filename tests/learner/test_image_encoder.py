@@ -89,6 +89,8 @@ def test_features_are_at_their_tokens(sizes, rules):
         deep = row_order(np.asarray(batch.images.deep), rules)
         axes = row_order(np.asarray(batch.axis_positions), rules)
         [shapes] = one.abstract(2, 64, rules)
+    _, expected, _ = golden_images(FAMILY)
+    np.testing.assert_allclose(encoded.rows, expected[int(image.digest)], atol=1e-4, rtol=1e-4)
     at = slice(30, 30 + image.n_tokens)
     np.testing.assert_array_equal(rows[1, at], encoded.rows)
     np.testing.assert_array_equal(deep[1, at], encoded.deep)
