@@ -38,11 +38,12 @@ class TowerInputs:
 
     def put(self, batch: Batch, rules: Rules) -> Batch:
         """The host batch with `ImagePatches` on the current mesh, whose rules are given."""
-        packed = batch.images or PackedImages(np.full(batch.tokens.shape, TEXT, np.int32), ())
+        n_rows, row_len = batch.tokens.shape
+        packed = batch.images or PackedImages(np.full((n_rows, row_len), TEXT, np.int32), ())
         ranks = images_by_rank(packed, rules.n_shards("batch"))
         counts = [[n_features(self._cfg, image) for image in images] for images in ranks]
         most = max(map(sum, counts))
-        n_each = next(n for n in self.sizes(*batch.tokens.shape, rules) if n >= most)
+        n_each = next(n for n in self.sizes(n_rows, row_len, rules) if n >= most)
         first: dict[str, int] = {}
         for rank, (images, ns) in enumerate(zip(ranks, counts, strict=True)):
             starts = rank * n_each + np.cumsum([0, *ns])

@@ -358,5 +358,6 @@ def with_images(batch: Batch, rules: Rules, encoder: BatchImages | None) -> list
     """An abstract micro-batch with images, for each of the sizes that programs have for them."""
     if encoder is None:
         return [batch]
-    sizes = encoder.abstract(*batch.tokens.shape, rules)
+    n_rows, row_len = batch.tokens.shape
+    sizes = encoder.abstract(n_rows, row_len, rules)
     return [dataclasses.replace(batch, images=images) for images in sizes]

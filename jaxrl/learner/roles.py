@@ -73,8 +73,9 @@ def make_learner(
     scorer, ref_scorer, ref_decoder = make_scorers(cfg, decoder, dtype, backbones, encoder)
     make = make_update if "vocab" in decoder.heads else make_value_update
     offload = "optimizer" in cfg.learner.offload
-    trains_tower = encoder is not None and decoder.tower is not None
-    inputs = TowerInputs(encoder) if trains_tower else encoder
+    inputs = encoder
+    if encoder is not None and decoder.tower is not None:
+        inputs = TowerInputs(encoder)
     return Learner(
         rules=rules,
         n_ranks=rules.n_shards("batch"),

@@ -17,6 +17,7 @@ from jaxrl.models.files.quantized.tensors import read_tensor
 from jaxrl.models.files.safetensors import read_header
 from jaxrl.models.files.weight_files import named_infos
 from jaxrl.models.vision.names import is_of_tower
+from jaxrl.train import train
 from jaxrl.trainer.export import export_checkpoint
 from scripts.make_tiny_vlm import write_tiny_vlm
 from tests.data.images.pictures import encoded
@@ -176,8 +177,7 @@ def test_a_resumed_run_continues_with_the_tower_of_its_checkpoint(config, tmp_pa
 )
 def test_what_is_not_supported_is_refused_by_name(keys, words):
     config = default_config()
-    config.model.path, config.data.train, config.data.images = "model", ("rows.parquet",), True
-    config.model.freeze_vision = "none"
-    config.update_from_flattened_dict(keys)
+    changes = {"model.path": "model", "data.train": ("rows.parquet",), "data.images": True}
+    config.update_from_flattened_dict(changes | {"model.freeze_vision": "none"} | keys)
     with pytest.raises(ValueError, match=re.escape(words)):
         resolve(config)
