@@ -171,6 +171,7 @@ def test_a_resumed_run_continues_with_the_tower_of_its_checkpoint(config, tmp_pa
         ({"algorithm.kl_coef": 0.1, "algorithm.kl": "full"}, "would run a second tower"),
         ({"algorithm.advantage": "gae"}, "critic.shared=False: a separate critic has no tower"),
         ({"learner.offload": ("policy",)}, "leave out 'policy'"),
+        ({"learner.lr_layer_decay": 0.9}, "the blocks of a tower are no layers of it"),
         ({"lora.rank": 2, "lora.path": "adapter"}, "adapters of a vision tower are not read"),
     ],
     ids=str,
