@@ -14,7 +14,7 @@ import sharding
 from jaxrl.data.image_places import TEXT, PackedImages
 from jaxrl.learner.image_encoder import ImageEncoder, in_order, n_features
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.image_features import ImagePatches
+from jaxrl.models.image_features import PackedPatches
 from jaxrl.models.vision.patches import pack_patches
 from jaxrl.types import Batch, ImageInput
 from sharding import Rules
@@ -37,7 +37,7 @@ class TowerInputs:
         return self._encoder.axis_positions(batch)
 
     def put(self, batch: Batch, rules: Rules) -> Batch:
-        """The host batch with `ImagePatches` on the current mesh, whose rules are given."""
+        """The host batch with `PackedPatches` on the current mesh, whose rules are given."""
         n_rows, row_len = batch.tokens.shape
         packed = batch.images or PackedImages(np.full((n_rows, row_len), TEXT, np.int32), ())
         ranks = images_by_rank(packed, rules.n_shards("batch"))
@@ -50,14 +50,14 @@ class TowerInputs:
             first |= {i.digest: int(n) for i, n in zip(images, starts, strict=False)}
         rows = pack_patches(self._cfg, ranks, n_each * self._cfg.merge**2)
         rows = dataclasses.replace(rows, patches=rows.patches.astype(self._encoder.dtype))
-        patches = ImagePatches(
+        patches = PackedPatches(
             rows=sharding.put_batch(rows, in_order(rules)),
             index=sharding.put_batch(packed.moved(first), rules),
         )
         axes = self.axis_positions(batch)
         return dataclasses.replace(batch, images=patches, axis_positions=axes)
 
-    def abstract(self, n_rows: int, row_len: int, rules: Rules) -> list[ImagePatches]:
+    def abstract(self, n_rows: int, row_len: int, rules: Rules) -> list[PackedPatches]:
         """The shapes of what `put` adds to a micro-batch, one for each of its sizes."""
         mesh, ranks = jax.sharding.get_mesh(), rules.n_shards("batch")
         at = NamedSharding(mesh, rules.spec("batch", "time"))
@@ -70,7 +70,7 @@ class TowerInputs:
             rows = pack_patches(self._cfg, [[]], n * self._cfg.merge**2)
             rows = dataclasses.replace(rows, patches=rows.patches.astype(self._encoder.dtype))
             shapes = jax.tree.map(lambda a: array((ranks, *a.shape[1:]), a.dtype), rows)
-            found.append(ImagePatches(shapes, array((n_rows, row_len), np.dtype(np.int32))))
+            found.append(PackedPatches(shapes, array((n_rows, row_len), np.dtype(np.int32))))
         return found
 
     def sizes(self, n_rows: int, row_len: int, rules: Rules) -> list[int]:

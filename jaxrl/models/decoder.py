@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.matmul import matmul
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.image_features import ImageFeatures, ImagePatches
+from jaxrl.models.image_features import ImageFeatures, PackedPatches
 from jaxrl.models.layer_loop import run_layers
 from jaxrl.models.layers.block import Layer
 from jaxrl.models.layers.layer_inputs import LayerInputs
@@ -137,7 +137,7 @@ class Decoder(nnx.Module):
         x, scale = self.norm(x), self.cfg.logit_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
-    def encode_images(self, images: ImagePatches, rules: Rules, remat: str) -> ImageFeatures:
+    def encode_images(self, images: PackedPatches, rules: Rules, remat: str) -> ImageFeatures:
         """The features of a micro-batch's images by the tower that is trained with the model.
 
         With more patches than tokens each block is recomputed: its arrays would need more memory

@@ -83,7 +83,7 @@ class ImageFeatures:
 
 
 @struct.dataclass
-class ImagePatches:
+class PackedPatches:
     """The images of a micro-batch as the inputs of a tower, which runs inside of its program."""
 
     rows: Any  # PatchRows of the images, a row for each data-parallel rank

@@ -22,7 +22,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.image_features import (
     ImageFeatures,
-    ImagePatches,
+    PackedPatches,
     check_images,
     image_visibility,
 )
@@ -85,7 +85,7 @@ def forward_routed(
     until: Int[Array, "B T"] | None = None,
     copies: Int[Array, "B T"] | None = None,
     experts: Int[Array, "B T L k"] | None = None,
-    features: ImageFeatures | ImagePatches | None = None,
+    features: ImageFeatures | PackedPatches | None = None,
     axis_positions: Int[Array, "B T 3"] | None = None,
     rules: Rules,
     remat: str = "none",
@@ -107,7 +107,7 @@ def forward_routed(
     are the positions by axis of a model that has them, next to `positions`, the index in the
     sequence.
     """
-    if isinstance(features, ImagePatches):
+    if isinstance(features, PackedPatches):
         features = model.encode_images(features, rules, remat)
     check_images(model.cfg, features, axis_positions)
     model = with_mlp_chunk(with_matmul_dtype(model, matmul_dtype), mlp_chunk)

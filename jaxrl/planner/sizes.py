@@ -250,10 +250,10 @@ class Sizes:
 
 def _model_facts(job: Job, role: str) -> ModelFacts:
     runs = {"critic": job.cfg.critic_run, "reward_model": job.cfg.reward_model_run}
-    cfg, whole = runs.get(role, job.cfg), job.model(role)
-    # A tower is no part of layers and of what every token is multiplied with.
+    cfg, decoder = runs.get(role, job.cfg), dataclasses.replace(job.model(role), tower=None)
+    # Adapters are chosen by the names of the tower too, which is no part of what a token reads.
+    whole = dataclasses.replace(decoder, tower=job.decoder.tower)
     adapted = dataclasses.replace(with_adapters(cfg.lora, whole), tower=None)
-    decoder = dataclasses.replace(whole, tower=None)
     dtype, placed = for_platform(cfg, adapted, job.machine.platform)
     in_engine = adapted
     if cfg.rollout.dtype == "int8" and not adapted.base_dtype:
