@@ -2,7 +2,7 @@
 
 import math
 
-from jaxrl.migrate.migration import DIFFERS, UNNEEDED, Migration
+from jaxrl.migrate.migration import DIFFERS, UNNEEDED, Migration, freeze_vision
 from jaxrl.migrate.verl_correction import correction
 from jaxrl.migrate.verl_names import (
     ACTOR,
@@ -64,6 +64,7 @@ def ppo(found: Migration) -> None:
     recomputation(found, prefixes, MODEL)
     optimizer_offload(found, (ACTOR, "critic."))
     adapters(found, MODEL)
+    freeze_vision(found, ACTOR + "freeze_vision_tower")
     has_reference = found.config.get("algorithm.kl_coef") and not found.config.get("lora.rank")
     roles = {REF: "reference"} if has_reference else {}
     if found.config.get("algorithm.advantage") == "gae":
@@ -160,12 +161,6 @@ def images(found: Migration) -> str | None:
     found.config["data.images"] = True
     for name in ("min_pixels", "max_pixels"):
         found.carry(f"data.mm_processor_kwargs.{name}", f"data.image_kwargs.{name}")
-    if found.get(ACTOR + "freeze_vision_tower", False) is not True:
-        found.note(
-            DIFFERS,
-            ACTOR + "freeze_vision_tower",
-            "the vision tower and its projector are frozen here, and have no adapters",
-        )
     return found.get("data.image_key")
 
 

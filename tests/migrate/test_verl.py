@@ -342,14 +342,24 @@ def test_what_no_config_can_mean_is_refused_unless_the_key_is_given(name, value,
 
 def test_images_are_read_from_the_column_that_the_run_names():
     name = "data.mm_processor_kwargs.max_pixels"
-    found = migrate(NEEDED | {"data.image_key": "pictures", name: 4096})
+    grpo = NEEDED | {"algorithm.adv_estimator": "grpo"}
+    found = migrate(grpo | {"data.image_key": "pictures", name: 4096})
     assert found.config["data.images"] is True and not notes(found, REFUSED)
     assert found.config["data.columns"] == ("images:pictures",)
     assert found.config["data.image_kwargs.max_pixels"] == 4096
     tower = ACTOR + "freeze_vision_tower"
-    assert "are frozen here" in notes(found, DIFFERS)[tower]
+    assert found.config["model.freeze_vision"] == "none" and not notes(found, DIFFERS)
+    for name, value, reason in (
+        ("actor_rollout_ref.model.lora_rank", 8, "no names of it"),
+        (ACTOR + "megatron.pipeline_model_parallel_size", 2, "stages of a pipeline"),
+        ("algorithm.adv_estimator", "gae", "a separate critic"),
+    ):
+        other = migrate(grpo | {"data.image_key": "images", name: value})
+        assert reason in notes(other, DIFFERS)[tower]
+        assert "model.freeze_vision" not in other.config
     frozen = migrate(NEEDED | {"data.image_key": "images", tower: True})
     assert "data.columns" not in frozen.config and not notes(frozen, DIFFERS)
+    assert "model.freeze_vision" not in frozen.config
     assert "data.images" not in migrate(NEEDED | {"data.image_key": None}).config
 
 

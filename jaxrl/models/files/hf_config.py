@@ -198,8 +198,8 @@ def classifier_json(cfg: DecoderConfig) -> dict[str, Any]:
 def same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
     """Whether configs differ only in fields that a model's files do not store.
 
-    These are heads, adapters, layer layout and kernels.
+    These are heads, adapters, layer layout, kernels, and whether the vision tower is trained.
     """
-    names = ("heads", "lora", "base_dtype", "stacked", "grouped_matmul", "gated_delta")
+    names = ("heads", "lora", "base_dtype", "tower", "stacked", "grouped_matmul", "gated_delta")
     not_in_files = {name: getattr(b, name) for name in names}
     return dataclasses.replace(a, **not_in_files) == b
