@@ -159,7 +159,8 @@ def attention(c: fields.ConfigJson, kind: str) -> AttentionConfig:
 def global_sizes(c: fields.ConfigJson) -> tuple[int, int]:
     """(kv heads, head dim) of global layers.
 
-    They have entries, or objects by layer number in `per_layer_config`, which replace these.
+    They have entries, or objects by layer number in `per_layer_config`, which replace these: a
+    layer without an object then has the sizes of the others.
     """
     K, H = c["num_key_value_heads"], c["global_head_dim"]
     if c["attention_k_eq_v"]:
@@ -170,8 +171,8 @@ def global_sizes(c: fields.ConfigJson) -> tuple[int, int]:
     layers = [i for i, kind in enumerate(layer_types(c)) if kind == rotary.GLOBAL]
     sizes = dict(num_key_value_heads=c["num_key_value_heads"], head_dim=c["head_dim"])
     found = by_layer(objects)
-    first = found.get(layers[0])
-    if first is None or found != dict.fromkeys(layers, first) or first.keys() - sizes:
+    first = (found or {}).get(layers[0], {})
+    if found not in ({}, dict.fromkeys(layers, first)) or first.keys() - sizes:
         raise ValueError(
             f"per_layer_config is {shown(objects)}; supported are the same {' and '.join(sizes)} "
             f"in all layers of the type {rotary.GLOBAL}, and nothing else"
@@ -185,17 +186,17 @@ def global_sizes(c: fields.ConfigJson) -> tuple[int, int]:
     return K, H
 
 
-def by_layer(objects: Any) -> dict[int, Any]:
+def by_layer(objects: Any) -> dict[int, Any] | None:
     """The entries of `per_layer_config` by number; transformers writes "05" for layer 5 of 60.
 
-    Nothing if it is not an object of objects with such names.
+    None if it is not an object of objects with such names.
     """
     if not isinstance(objects, dict) or not all(
         name.isdecimal() and isinstance(entry, dict) for name, entry in objects.items()
     ):
-        return {}
+        return None
     found = {int(name): entry for name, entry in objects.items()}
-    return found if len(found) == len(objects) else {}
+    return found if len(found) == len(objects) else None
 
 
 def read_rope(c: fields.ConfigJson, kind: str) -> Rope:
