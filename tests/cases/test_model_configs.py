@@ -51,10 +51,14 @@ IMAGE_MODELS = ("qwen3_vl", "qwen2_5_vl")
 FAMILY_TYPES = {name: name for name in FAMILIES}
 FAMILY_TYPES |= {
     name: f"{name}_text"
-    for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "muse_glimmer", *IMAGE_MODELS)
+    for name in (
+        *("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe", "muse_glimmer"),
+        *IMAGE_MODELS,
+    )
 }
 # transformers has no text-only class of muse_glimmer and Qwen-VL, and none is drawn of gemma4.
-UNDRAWN = ("muse_glimmer_text", "gemma4_text", *(f"{name}_text" for name in IMAGE_MODELS))
+UNDRAWN = ("muse_glimmer_text", "gemma4_text", "gemma4_unified_text")
+UNDRAWN += tuple(f"{name}_text" for name in IMAGE_MODELS)
 DRAWN_TYPES = [kind for kind in FAMILY_TYPES.values() if kind not in UNDRAWN]
 SIZES = dict(
     hidden_size=32,
@@ -341,6 +345,9 @@ def test_an_unknown_field_is_refused_unless_it_is_off(model_type):
             dict(rope_scaling=YARN, rope_parameters=dict(rope_theta=5.0)),
             "rope_scaling replaces rope_parameters with its rope_theta=5",
         ),
+        ("gemma4_text", dict(use_bidirectional_attention="all"), "use_bidirectional_attention is"),
+        ("gemma4_unified_text", dict(hidden_size_per_layer_input=8), "hidden_size_per_layer_input"),
+        ("gemma4_unified_text", dict(enable_moe_block=True), "enable_moe_block is True"),
         ("lfm2", dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
         ("muse_glimmer_text", dict(layer_rope_theta=[5.0, 1e4, 0]), "layer_rope_theta is"),
         ("muse_glimmer_text", dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
