@@ -376,6 +376,41 @@ def test_the_nearest_family_of_an_unknown_one_is_named_with_the_fields_that_it_d
         config_from_hf(found)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "nearest", "field"),
+    [
+        ("lfm2_moe", "lfm2", "num_experts"),
+        ("lfm2_vl", "lfm2", "vision_config"),
+        ("glm_moe_dsa", "glm4_moe_lite", "index_topk"),
+        ("glm4v", r"glm4\w*", "image_token_id"),
+        ("glm5_next", r"glm4_moe\w*", "index_topk"),
+        ("deepseek_v32", "deepseek_v3", "index_topk"),
+        ("deepseek_v4", "deepseek_v3", "hc_mult"),
+        ("gemma4_unified_assistant", "gemma4_unified_text", "backbone_hidden_size"),
+        ("qwen3_omni_moe", r"qwen\w*", "thinker_config"),
+        ("qwen3_vl_moe", "qwen3_moe", "vision_config"),
+        ("nemotron_h", r"\w+", "mamba_num_heads"),
+    ],
+)
+def test_models_of_transformers_that_are_not_known_are_refused_with_their_fields(
+    model_type, nearest, field
+):
+    theirs = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    with pytest.raises(ValueError, match=rf"The nearest is {nearest}; .*not know: .*\b({field})\b"):
+        config_from_hf(theirs)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "nearest"), [("deepseek_v2", "deepseek_v3"), ("minimax_m2", "mixtral")]
+)
+def test_an_unknown_family_with_the_fields_of_a_known_one_is_not_called_the_same(
+    model_type, nearest
+):
+    theirs = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    with pytest.raises(ValueError, match=f"nearest is {nearest}; it has the same fields but may"):
+        config_from_hf(theirs)
+
+
 def test_the_text_part_of_mistral3_has_one_of_two_types():
     text = config("mistral", sliding_window=None, tie_word_embeddings=False)
     model = dict(model_type="mistral3", text_config=text, vision_config={}, spatial_merge_size=2)
