@@ -24,6 +24,7 @@ from jaxrl.config.command_line import stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.vision.towers import with_trained_tower
 from jaxrl.planner.chips import split_name
 from jaxrl.planner.compare import comparison_text
 from jaxrl.planner.compilation import ProgramTooLarge
@@ -167,6 +168,7 @@ def _job(
         cfg, workload = with_objective(cfg, objective), objective.workload(cfg)
     file = options.get("model-config", "")
     tower = tower_shape(cfg.model.path, file) if cfg.data.images else None
+    decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
     return Job(cfg, decoder, machine, lengths, role_decoders, workload, tower)
 
 

@@ -435,6 +435,16 @@ MODELS = {
             **GEMMA4,
         ),
     ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        dict(
+            num_hidden_layers=6,
+            layer_types=2 * GEMMA4_PERIOD,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            **GEMMA4,
+        ),
+    ),
     "lfm2": (
         "Lfm2",
         dict(
@@ -520,6 +530,16 @@ IMAGES = {
             image_size=28,
             patch_size=14,
         )
+    ),
+    "Gemma4Unified": dict(
+        vision_config=dict(
+            patch_size=2,
+            pooling_kernel_size=2,
+            mm_embed_dim=32,
+            mm_posemb_size=4,
+            output_proj_dims=32,
+        ),
+        audio_config=dict(audio_embed_dim=8),
     ),
     "MuseGlimmer": dict(
         vision_config=dict(

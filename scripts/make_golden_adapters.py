@@ -41,10 +41,13 @@ TARGETS = {  # of checkpoints with other layers
     "starcoder2": [*ATTENTION, "c_fc", "c_proj"],
     "deepseek_v3": ["q_proj", *LATENT],
     "glm4_moe_lite": ["q_a_proj", "q_b_proj", *LATENT],
+    "gemma4_moe": [*ATTENTION, *MLP],  # the MLP next to the experts
+    "gemma4_shared": [*ATTENTION, *MLP, "per_layer_input_gate", "per_layer_projection"],
+    "lfm2": [*ATTENTION[:3], "in_proj", "out_proj", "w1", "w2", "w3"],
 }
 # Checkpoints without an adapter: their linear layers are those of others.
 WITHOUT = ("cohere2", "exaone4", "gemma", "granite", "ministral3", "olmo2", "olmo3")
-WITHOUT += ("lfm2", "mistral3", "muse_glimmer", "qwen2_moe", "seed_oss", "smollm3")
+WITHOUT += ("gemma4_unified", "mistral3", "muse_glimmer", "qwen2_moe", "seed_oss", "smollm3")
 IMAGE_AND_TEXT = ("qwen2_5_vl", "qwen3_vl")
 DORA = ("gemma2", "mixtral", "qwen2", "qwen3_5")  # checkpoints with a DoRA adapter
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts

@@ -8,6 +8,7 @@ ADAPTER_INITS = ("default", "pissa")
 BASE_DTYPES = ("auto", "int8", "nf4")  # of the frozen weights below adapters
 KV_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 LAYERS = ("auto", "list", "stacked")
+FREEZE_VISION = ("all", "tower", "none")  # what training leaves as it is
 ROUTER_REPLAYS = ("auto", "off", "R2", "R3")
 ATTENTIONS = ("auto", "blockwise", "reference", "splash", "triton", "cudnn")
 ONE_RANGE = ("cudnn",)  # a query sees one range of keys, so segments share no prefixes

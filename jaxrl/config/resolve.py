@@ -102,6 +102,7 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     raise_errors([*errors, *mesh_errors(run.mesh, None)])
     return dataclasses.replace(
         run,
+        model=dataclasses.replace(run.model, freeze_vision="all"),
         algorithm=AlgorithmConfig(),
         critic=CriticConfig(),
         lora=LoRAConfig(),

@@ -6,7 +6,7 @@ vision tower runs once for it.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int32
@@ -31,6 +31,12 @@ class PackedImages:
         """The first row of features of each image, by digest."""
         counts = itertools.accumulate((image.n_tokens for image in self.images), initial=0)
         return {image.digest: n for image, n in zip(self.images, counts, strict=False)}
+
+    def moved(self, first: Mapping[str, int]) -> Int32[np.ndarray, "B T"]:
+        """The index with other first rows, of every image that the micro-batch shows."""
+        rows = [first.get(image.digest, 0) + np.arange(image.n_tokens) for image in self.images]
+        table = np.concatenate([*rows, [TEXT]])  # TEXT is the last place
+        return table[self.index].astype(np.int32)
 
 
 def n_inputs(sample: TrainingSample) -> int:
@@ -66,16 +72,9 @@ def join_packed_images(parts: Sequence[PackedImages | None]) -> PackedImages | N
         return None
     images = unique_images(image for part in found for image in part.images)
     joined = PackedImages(np.full((0, found[0].index.shape[1]), TEXT, np.int32), images)
-    first = joined.first_rows
-
-    def moved(part: PackedImages | None) -> np.ndarray:
-        if part is None:
-            return np.full_like(found[0].index, TEXT)
-        rows = [first[image.digest] + np.arange(image.n_tokens) for image in part.images]
-        return np.where(part.index == TEXT, TEXT, np.concatenate(rows)[part.index])
-
-    index = np.concatenate([moved(part) for part in parts]).astype(np.int32)
-    return PackedImages(index, images)
+    text = np.full_like(found[0].index, TEXT)
+    index = [text if part is None else part.moved(joined.first_rows) for part in parts]
+    return PackedImages(np.concatenate(index), images)
 
 
 def pack_axis_positions(

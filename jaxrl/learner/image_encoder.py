@@ -1,8 +1,8 @@
-"""Features of the images of packed micro-batches, by a vision tower that is not trained.
+"""Features of the images of packed micro-batches, by a vision tower outside of their programs.
 
-The tower runs once for an image, whatever the number of samples, passes and steps that read it; its
-features are kept in host memory. A micro-batch gets them at the tokens of its images, so that its
-programs have one shape with and without images.
+The tower runs once for an image, whatever the number of samples, passes and steps that read it, as
+long as its weights stay; its features are kept in host memory. A micro-batch gets them at the
+tokens of its images, so that its programs have one shape with and without images.
 """
 
 import dataclasses
@@ -17,7 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxrl.data.image_places import TEXT, PackedImages, by_axis
+from jaxrl.layout import Layout
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.image_features import ImageFeatures
 from jaxrl.models.spec import abstract_params
 from jaxrl.models.vision.config import TowerConfig
@@ -26,7 +28,7 @@ from jaxrl.models.vision.patches import PatchRows, n_tokens, pack_patches
 from jaxrl.models.vision.tower import Tower, tower_specs
 from jaxrl.runtime.flat_program import FlatProgram, FlatTree, flatten
 from jaxrl.types import Array, Batch, ImageInput, Tree
-from sharding import Rules, hosts, mesh_order, put_batch
+from sharding import Rules, hosts, mesh_order, put_batch, to_device
 
 KEPT_BYTES = 2**32  # of the features that are kept in host memory
 LEAST_PATCHES = 1024  # of a row of the tower
@@ -56,19 +58,37 @@ class ImageEncoder:
         dtype: jnp.dtype,
         kept_bytes: int = KEPT_BYTES,
     ):
-        """`decoder` is the language model's config. The weights are read by `load`."""
+        """`decoder` is the language model's config. `load` gives it the weights."""
         self.cfg, self.dtype = cfg, dtype
         self._folder, self._rules, self._mesh = folder, rules, jax.sharding.get_mesh()
-        self._by_axis = any(mixer.rope.mrope_section for mixer in decoder.paged_layers)
+        self._decoder = decoder
         self._program = FlatProgram(functools.partial(encode, rules=rules))
         self._tower: FlatTree | None = None
         self._kept_bytes = kept_bytes
         self._kept: dict[str, EncodedImage] = {}  # by digest, the one that was read last at the end
 
-    def load(self) -> None:
-        """Reads the weights of the tower to the devices."""
+    def load(self, tower: Tower | None = None) -> None:
+        """Takes a tower in the encoder's sharding, or reads that of the folder.
+
+        The features of an earlier tower are dropped.
+        """
+        self._kept = {}
+        if tower is not None:
+            self._tower = flatten(to_device(tower))
+            return
         with jax.set_mesh(self._mesh):
             self._tower = flatten(load_tower(self._folder, rules=self._rules, dtype=self.dtype)[1])
+
+    def follow(self, model: Decoder) -> None:
+        """Nothing: an update of the model does not change the tower."""
+
+    def another(self, layout: Layout | None = None) -> "ImageEncoder":
+        """An encoder for a model with another tower, in the layout of a role or the same one."""
+        rules = self._rules if layout is None else layout.rules
+        with jax.set_mesh(self._mesh) if layout is None else layout.on_mesh():
+            return ImageEncoder(
+                self._folder, self.cfg, self._decoder, rules, self.dtype, self._kept_bytes
+            )
 
     def abstract_tower(self) -> Tree:
         """The shapes of its weights."""
@@ -116,8 +136,8 @@ class ImageEncoder:
         axes = self.axis_positions(batch)
         return dataclasses.replace(batch, images=features, axis_positions=axes)
 
-    def abstract(self, n_rows: int, row_len: int, rules: Rules) -> ImageFeatures:
-        """The shapes of what `put` adds to a micro-batch on the current mesh."""
+    def abstract(self, n_rows: int, row_len: int, rules: Rules) -> list[ImageFeatures]:
+        """The shapes of what `put` adds to a micro-batch on the current mesh; there is one."""
         mesh, n, D = jax.sharding.get_mesh(), len(self.cfg.deepstack), self.cfg.out_D
         sharding = NamedSharding(mesh, rules.spec("batch", "time"))
 
@@ -125,12 +145,13 @@ class ImageEncoder:
             return jax.ShapeDtypeStruct((n_rows, row_len, *shape), dtype, sharding=sharding)
 
         deep = array(self.dtype, n, D) if n else None
-        return ImageFeatures(array(self.dtype, D), array(bool), deep)
+        return [ImageFeatures(array(self.dtype, D), array(bool), deep)]
 
     def axis_positions(self, batch: Batch) -> np.ndarray | None:
         """int32 [B, T, 3], those of text where the batch has none; None if the model has none."""
-        axes = batch.axis_positions
-        return by_axis(batch.positions) if axes is None and self._by_axis else axes
+        axes, mixers = batch.axis_positions, self._decoder.paged_layers
+        has_axes = any(mixer.rope.mrope_section for mixer in mixers)
+        return by_axis(batch.positions) if axes is None and has_axes else axes
 
     def _calls(self, images: Sequence[ImageInput]) -> Iterator[tuple[list[list[ImageInput]], int]]:
         """(rows of images, patches of a row): a row for each data-parallel rank."""
@@ -150,19 +171,13 @@ class ImageEncoder:
     def _run(self, rows: list[list[ImageInput]], n_patches: int) -> dict[str, EncodedImage]:
         inputs = pack_patches(self.cfg, rows, n_patches)
         with jax.set_mesh(self._mesh):
-            found = self._program(self._tower, put_batch(inputs, self._rules))
+            found = self._program(self._tower, put_batch(inputs, in_order(self._rules)))
         out, *deep = (hosts.host_array(one) for one in found)
         encoded: dict[str, EncodedImage] = {}
         for b, images in enumerate(rows):
             start = 0
             for image in images:
-                at = slice(start, start + n_tokens(self.cfg, image.grid))
-                if at.stop - start != image.n_tokens:
-                    raise ValueError(
-                        f"an image of the grid {image.grid} has {image.n_tokens} tokens in the "
-                        f"prompt and {at.stop - start} features; use the image processor of "
-                        f"{self._folder}"
-                    )
+                at = slice(start, start + n_features(self.cfg, image))
                 layers = [one[b, at] for one in deep]
                 # Copies, because a slice would keep the whole array.
                 encoded[image.digest] = EncodedImage(
@@ -176,6 +191,22 @@ def encode(tower: Tower, rows: PatchRows, *, rules: Rules) -> tuple[Array, ...]:
     """Features of the tokens of all images, and those for the decoder's first layers."""
     out, deep = tower(rows, rules=rules)
     return out, *deep
+
+
+def n_features(cfg: TowerConfig, image: ImageInput) -> int:
+    """Features of an image. Raises ValueError if its prompt has another number of tokens for it."""
+    n = n_tokens(cfg, image.grid)
+    if n != image.n_tokens:
+        raise ValueError(
+            f"an image of the grid {image.grid} has {image.n_tokens} tokens in the prompt and {n} "
+            "features; use the image processor of the model's folder"
+        )
+    return n
+
+
+def in_order(rules: Rules) -> Rules:
+    """The rules of rows of patches, which are in the same order on every mesh."""
+    return dataclasses.replace(rules, ring=False)
 
 
 def _n_patches(image: ImageInput) -> int:

@@ -18,7 +18,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.layout import training_rules
 from jaxrl.learner.critic import Critic, ValueScorer
-from jaxrl.learner.image_encoder import ImageEncoder
+from jaxrl.learner.image_patches import BatchImages
 from jaxrl.learner.requirements import full_kl_in_loss, shares_base
 from jaxrl.learner.roles import Learner
 from jaxrl.learner.scorer import Scorer
@@ -67,7 +67,7 @@ class TrainingProgram:
     n_joined: Sequence[int] = (1,)  # micro-batches of one call, ascending
     n_vocab: int = 0  # ids in the bitsets of supports; 0: the programs read none
     routing: tuple[int, int] | None = None  # shape of a token's experts; None: they read none
-    encoder: ImageEncoder | None = None  # of the features of images; None: they read none
+    encoder: BatchImages | None = None  # adds images to micro-batches; None: they read none
     has_parts: bool = False  # whether they read the parts of the objective
     on_mesh: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     with_pages: bool = False  # runs while the engine has its KV pages
@@ -76,32 +76,38 @@ class TrainingProgram:
         """All programs in all declared shapes, the largest first, on training's mesh."""
         for rows, row_len in reversed(self.cfg.learner.shapes):
             for n_joined in self.n_joined:
-                for lower in self._lowerings(rows * n_joined, row_len).values():
-                    yield lower()
+                for lowerings in self._lowerings(rows * n_joined, row_len):
+                    for lower in lowerings.values():
+                        yield lower()
 
     def largest(self) -> dict[str, Lower]:
         """The programs of a plan in the largest declared shape."""
         rows, row_len = self.cfg.learner.shapes[-1]
-        lowerings = self._lowerings(rows * self.n_joined[-1], row_len)
+        *_, lowerings = self._lowerings(rows * self.n_joined[-1], row_len)
         return {name: lowerings[name] for name in self.reads}
 
-    def _lowerings(self, rows: int, row_len: int) -> dict[str, Lower]:
+    def _lowerings(self, rows: int, row_len: int) -> list[dict[str, Lower]]:
+        """The programs by name, for each size of images in micro-batches of a shape."""
+
         def lower_on_mesh(lower: Lower) -> jax.stages.Lowered:
             with self.on_mesh():
                 return lower()
 
         with self.on_mesh():
-            shape, rules = (self.n_ranks * rows, row_len), self.rules
             batch = abstract_batch(
-                *shape,
-                rules,
+                self.n_ranks * rows,
+                row_len,
+                self.rules,
                 n_vocab=self.n_vocab,
                 routing=self.routing,
                 encoder=self.encoder,
                 has_parts=self.has_parts,
             )
-            lowerings = self.lower(batch)
-        return {name: functools.partial(lower_on_mesh, one) for name, one in lowerings.items()}
+            found = [self.lower(one) for one in with_images(batch, self.rules, self.encoder)]
+        return [
+            {name: functools.partial(lower_on_mesh, one) for name, one in lowerings.items()}
+            for lowerings in found
+        ]
 
     def calls(self, program: str, n_tokens: int) -> int:
         """Calls of a program in a training step of `n_tokens`."""
@@ -333,10 +339,10 @@ def abstract_batch(
     *,
     n_vocab: int = 0,
     routing: tuple[int, int] | None = None,
-    encoder: ImageEncoder | None = None,
+    encoder: BatchImages | None = None,
     has_parts: bool = False,
 ) -> Batch:
-    """A micro-batch on the current mesh; the other arguments are as in `put_batch`."""
+    """A micro-batch on the current mesh, without images; the arguments are as in `put_batch`."""
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
 
     def abstract(a: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -345,8 +351,13 @@ def abstract_batch(
     batch = empty_batch(1, row_len)
     if encoder is not None:
         batch = dataclasses.replace(batch, axis_positions=encoder.axis_positions(batch))
-    batch = jax.tree.map(abstract, for_device(batch, n_vocab, routing, has_parts))
-    if encoder is not None:
-        features = encoder.abstract(n_rows, row_len, rules)
-        batch = dataclasses.replace(batch, images=features)
-    return batch
+    return jax.tree.map(abstract, for_device(batch, n_vocab, routing, has_parts))
+
+
+def with_images(batch: Batch, rules: Rules, encoder: BatchImages | None) -> list[Batch]:
+    """An abstract micro-batch with images, for each of the sizes that programs have for them."""
+    if encoder is None:
+        return [batch]
+    n_rows, row_len = batch.tokens.shape
+    sizes = encoder.abstract(n_rows, row_len, rules)
+    return [dataclasses.replace(batch, images=images) for images in sizes]

@@ -12,6 +12,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.layout import role_layout, training_rules
 from jaxrl.learner.critic import Critic, ValueScorer, make_critic, shared_value_scorer
 from jaxrl.learner.image_encoder import ImageEncoder
+from jaxrl.learner.image_patches import TowerInputs
 from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
 from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.scorer import Scorer
@@ -72,12 +73,15 @@ def make_learner(
     scorer, ref_scorer, ref_decoder = make_scorers(cfg, decoder, dtype, backbones, encoder)
     make = make_update if "vocab" in decoder.heads else make_value_update
     offload = "optimizer" in cfg.learner.offload
+    inputs = encoder
+    if encoder is not None and decoder.tower is not None:
+        inputs = TowerInputs(encoder)
     return Learner(
         rules=rules,
         n_ranks=rules.n_shards("batch"),
         total_steps=total_steps,
         optimizer=optimizer,
-        update=make(cfg, optimizer, rules, encoder),
+        update=make(cfg, optimizer, rules, inputs),
         scorer=scorer,
         ref_scorer=ref_scorer,
         ref_decoder=ref_decoder,
@@ -110,12 +114,17 @@ def make_scorers(
     restricted = cfg.algorithm.keep_sampling_mask
     layout = role_layout(cfg, "score", decoder, dtype)
     replay = cfg.learner.router_replay
-    make = functools.partial(Scorer, cfg, encoder=encoder)
-    scorer = ref_scorer = make(layout, cfg.score, restricted=restricted, replay=replay)
+    make = functools.partial(Scorer, cfg)
+    scorer = ref_scorer = make(
+        layout, cfg.score, restricted=restricted, replay=replay, encoder=encoder
+    )
     ref_decoder = dataclasses.replace(decoder, lora=None)
     if cfg.algorithm.teacher:
         ref_decoder = for_platform(cfg, backbones["teacher"], target_platform())[1]
-    if cfg.ref != cfg.score or ref_decoder != decoder or restricted or cfg.learner.replays:
+    differs = cfg.ref != cfg.score or ref_decoder != decoder or decoder.tower is not None
+    if differs or restricted or cfg.learner.replays:
         ref_layout = role_layout(cfg, "ref", ref_decoder, dtype)
-        ref_scorer = make(ref_layout, cfg.ref, of_training=shares_base(cfg))
+        if encoder is not None and decoder.tower is not None:
+            encoder = encoder.another(None if shares_base(cfg) else ref_layout)
+        ref_scorer = make(ref_layout, cfg.ref, of_training=shares_base(cfg), encoder=encoder)
     return scorer, ref_scorer, ref_decoder

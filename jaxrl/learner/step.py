@@ -16,7 +16,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.routing import to_array
 from jaxrl.data.support import to_bits
 from jaxrl.learner.host_gradients import add_gradients
-from jaxrl.learner.image_encoder import ImageEncoder
+from jaxrl.learner.image_patches import BatchImages
 from jaxrl.learner.loss import (
     MicroBatchLoss,
     count_tokens,
@@ -70,7 +70,7 @@ def put_batch(
     rules: Rules,
     n_vocab: int = 0,
     routing: tuple[int, int] | None = None,
-    encoder: ImageEncoder | None = None,
+    encoder: BatchImages | None = None,
     has_parts: bool = False,
 ) -> Batch:
     """Puts a host batch onto the mesh, rows sharded over the data-parallel axes.
@@ -78,8 +78,8 @@ def put_batch(
     Tokens are in the order of the rules (zig-zag for ring attention). Every process passes the
     whole batch. The supports become bitsets of `n_vocab` ids, or are left out if it is 0; the
     experts become arrays of the shape `routing` per token, or are left out without one. The parts
-    of the objective are left out without `has_parts`. With an `encoder` the batch has features of
-    images, all zero where it has none.
+    of the objective are left out without `has_parts`. With an `encoder` the batch has features or
+    patches of images, all zero where it has none.
     """
     check_images(batch, encoder)
     if encoder is None:
@@ -89,7 +89,7 @@ def put_batch(
     return dataclasses.replace(sharding.put_batch(rest, rules), images=batch.images)
 
 
-def check_images(batch: Batch, encoder: ImageEncoder | None) -> None:
+def check_images(batch: Batch, encoder: BatchImages | None) -> None:
     """Raises ValueError for images without a tower that computes their features."""
     if batch.images is not None and encoder is None:
         raise ValueError(
@@ -165,7 +165,7 @@ class Update:
         optimizer: Optimizer,
         rules: Rules,
         objective: MicroBatchLoss,
-        encoder: ImageEncoder | None = None,
+        encoder: BatchImages | None = None,
     ):
         self.encoder = encoder
         self._gradients = functools.partial(loss_gradients, objective, cfg=cfg, rules=rules)
@@ -233,6 +233,8 @@ class Update:
                 )
                 calls.add(functools.partial(read, i, total.sums.weight))
             state, metrics = self.apply(state, total, np.float32(extra_weight))
+        if self.encoder is not None:
+            self.encoder.follow(state.params)
         return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
     def accumulate(
@@ -374,6 +376,9 @@ class Update:
             "optim/lr": self._optimizer.lr(state.step),
             "optim/nonfinite": nonfinite.astype(jnp.float32),
         }
+        if params.cfg.tower is not None and squares is None:
+            vision = optax.tree.norm(total.grads.tower)
+            metrics["optim/vision_grad_norm"] = vision / weight
         # The barrier keeps XLA from computing both again in the loop of every array.
         keep, factor = jax.lax.optimization_barrier((nonfinite | empty, factor))
         state = apply_gradients(state, total.grads, self._optimizer, keep=keep, factor=factor)
@@ -406,14 +411,14 @@ def _zero_balance(params: Tree, extra_weight: jax.Array, *, replays: bool) -> Ba
 
 
 def make_update(
-    cfg: RunConfig, optimizer: Optimizer, rules: Rules, encoder: ImageEncoder | None = None
+    cfg: RunConfig, optimizer: Optimizer, rules: Rules, encoder: BatchImages | None = None
 ) -> Update:
     """Update of the policy; `optimizer` must be the one that made the train state."""
     return Update(cfg, optimizer, rules, policy_objective, encoder)
 
 
 def make_value_update(
-    cfg: RunConfig, optimizer: Optimizer, rules: Rules, encoder: ImageEncoder | None = None
+    cfg: RunConfig, optimizer: Optimizer, rules: Rules, encoder: BatchImages | None = None
 ) -> Update:
     """Update of a separate critic; `cfg` is `RunConfig.critic_run`."""
     return Update(cfg, optimizer, rules, value_objective, encoder)

@@ -199,6 +199,26 @@ def unresolved_reason(text: str, reasons: Mapping[str, str]) -> str:
     return "; ".join(from_variables + others)
 
 
+def freeze_vision(found: Migration, name: str) -> None:
+    """Trains the vision tower of a run with images, unless the setting `name` freezes it.
+
+    It stays frozen, with a note, if the config cannot train it as it is.
+    """
+    config = found.config
+    if not config.get("data.images") or found.get(name, False) is True:
+        return
+    if config.get("lora.rank"):
+        reason = r"lora.target_modules has no names of it, such as 'visual\..*'"
+    elif config.get("mesh.stage", 1) != 1:
+        reason = "the stages of a pipeline have no tower; set mesh.stage=1"
+    elif config.get("algorithm.advantage") == "gae":
+        reason = "a separate critic has no tower; set critic.shared=True"
+    else:
+        config["model.freeze_vision"] = "none"
+        return
+    found.note(DIFFERS, name, f"the tower is frozen: {reason}, and model.freeze_vision='none'")
+
+
 def listed(value: Any) -> tuple[str, ...]:
     """A text or a list of texts as a tuple."""
     if value is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl.config.choices import LR_SCHEDULES
 from jaxrl.config.other_frameworks import table
-from jaxrl.migrate.migration import DECIDE, DIFFERS, Migration, listed
+from jaxrl.migrate.migration import DECIDE, DIFFERS, Migration, freeze_vision, listed
 from jaxrl.migrate.openrlhf_names import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -233,6 +233,7 @@ def reinforcement(found: Migration) -> None:
         )
     token_budget(found, lengths(found))
     objective(found)
+    freeze_vision(found, "actor.freeze_visual_encoder")
     kl(found)
     correction(found)
     if url := found.get("reward.remote_url"):
@@ -273,10 +274,6 @@ def images(found: Migration) -> str | None:
     found.note(
         DIFFERS, "data.max_images_per_prompt", "every image of a row is read, whatever their number"
     )
-    if not found.get("actor.freeze_visual_encoder", False):
-        found.note(
-            DIFFERS, "actor.freeze_visual_encoder", "the vision tower and its projector are frozen"
-        )
     return found.get("data.image_key")
 
 

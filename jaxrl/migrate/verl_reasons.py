@@ -70,7 +70,7 @@ REASONS: Reasons = (
         NONE,
         "jaxrl does not have it yet",
     ),
-    (r".*\.freeze_vision_tower", UNNEEDED, "the tower is always frozen"),
+    (r".*\.freeze_vision_tower", UNNEEDED, "the run reads no images, or has this as its default"),
     (
         r"data\.mm_processor_kwargs.*",
         NONE,

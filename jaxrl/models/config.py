@@ -282,6 +282,7 @@ class DecoderConfig:
     gated_delta: str = "auto"  # implementation of decode steps of gated DeltaNet; see kernels/
     lora: LoRA | None = None  # adapters, next to the base weights
     base_dtype: str = ""  # of frozen matrices: "" (the model's) | "int8" | "nf4"
+    tower: Any = None  # TowerConfig of a vision tower that is trained; None: it is not a part
     stacked: bool = False  # equal layers are stacked on a leading axis and scanned, else a list
 
     @property

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.matmul import matmul
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.image_features import ImageFeatures
+from jaxrl.models.image_features import ImageFeatures, PackedPatches
 from jaxrl.models.layer_loop import run_layers
 from jaxrl.models.layers.block import Layer
 from jaxrl.models.layers.layer_inputs import LayerInputs
@@ -27,6 +27,7 @@ from jaxrl.models.layers.router import Live, RouterLoad
 from jaxrl.models.layers.row_ops import RowOps
 from jaxrl.models.layers.tables import table_adapters
 from jaxrl.models.spec import init_params, is_spec
+from jaxrl.models.vision.tower import Tower
 from sharding import Rules, gather_matrix
 
 
@@ -35,6 +36,8 @@ class Decoder(nnx.Module):
 
     Stacked layers are one `Layer` if all are equal, else one for each place of a repeating period
     (`layer_runs`), in a list.
+
+    A vision tower is a part of it if it is trained (`cfg.tower`); `encode_images` runs it.
 
     Heads are the unembedding ("vocab") and a linear map to one number ("score": a value or a
     reward). `decoder_specs` builds its parameter table.
@@ -70,6 +73,9 @@ class Decoder(nnx.Module):
         untied = "vocab" in cfg.heads and not cfg.tied
         self.lm_head = nnx.data(table("lm_head.weight") if untied else None)
         self.lora = nnx.data(table_adapters(top, cfg))  # of embed and lm_head, by these names
+        # Its adapters are among those of the whole model.
+        tower = None if cfg.tower is None else Tower(dataclasses.replace(cfg.tower, lora=cfg.lora))
+        self.tower = nnx.data(tower)
         self.score = nnx.data(
             top("score.weight", (1, cfg.D), (None, "w_embed"), init="zeros")
             if "score" in cfg.heads
@@ -130,6 +136,18 @@ class Decoder(nnx.Module):
         """The input of the heads, of the output of the last layer."""
         x, scale = self.norm(x), self.cfg.logit_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
+    def encode_images(self, images: PackedPatches, rules: Rules, remat: str) -> ImageFeatures:
+        """The features of a micro-batch's images by the tower that is trained with the model.
+
+        With more patches than tokens each block is recomputed: its arrays would need more memory
+        than those of the decoder, for which `remat` was chosen.
+        """
+        assert self.tower is not None, "patches are inputs of a model with a tower"
+        B, P, _ = images.rows.patches.shape
+        remat = remat if images.index.size >= B * P else "full"
+        out, deep = self.tower(images.rows, rules=rules, remat=remat)
+        return images.features(out, deep, rules)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
         """Input of the first layer."""

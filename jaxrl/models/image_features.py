@@ -7,6 +7,7 @@ give rows that are added to the hidden states of these tokens after the first la
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -79,6 +80,26 @@ class ImageFeatures:
         rows = jax.reshard(rows.astype(dtype), rules.spec("batch", "time", "embed"))
         is_image = jax.reshard(self.is_image, rules.spec("batch", "time"))
         return jnp.where(is_image[..., None], rows, text)
+
+
+@struct.dataclass
+class PackedPatches:
+    """The images of a micro-batch as the inputs of a tower, which runs inside of its program."""
+
+    rows: Any  # PatchRows of the images, a row for each data-parallel rank
+    index: Any  # int32 [B, T], the row of features of each token; negative: text
+
+    def features(
+        self, out: Float[Array, "R F D"], deep: Sequence[Float[Array, "R F D"]], rules: Rules
+    ) -> ImageFeatures:
+        """The outputs of the tower at their tokens."""
+
+        def table(x: jax.Array) -> jax.Array:
+            whole = jax.reshard(x, rules.spec(*[None] * (x.ndim - 1), "embed"))
+            return whole.reshape(-1, *x.shape[2:])
+
+        stacked = table(jnp.stack(deep, axis=2)) if deep else None
+        return ImageFeatures.gathered(table(out), self.index, stacked, rules)
 
 
 def check_images(cfg: DecoderConfig, features: ImageFeatures | None, axis_positions: Any) -> None:

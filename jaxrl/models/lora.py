@@ -28,6 +28,8 @@ from jaxrl.models.layers.moe import MoE
 from jaxrl.models.layers.tables import TABLES, EmbeddingAdapter
 from jaxrl.models.quantize import matrix_inputs
 from jaxrl.models.spec import ParamSpec, init_params
+from jaxrl.models.vision import adapters as vision
+from jaxrl.models.vision.names import common_name, is_of_tower
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -42,7 +44,7 @@ def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
     """
     if not cfg.rank:
         return None
-    sizes = linear_layers(decoder)
+    sizes = linear_layers(decoder) | tower_layers(decoder)
     chosen = matching(cfg.target_modules, sizes, "config.lora.target_modules")
     excluded = matching(cfg.exclude_modules, sizes, "config.lora.exclude_modules")
     names = [name for name in sizes if name in chosen and name not in excluded]
@@ -51,15 +53,28 @@ def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
             f"config.lora.exclude_modules={cfg.exclude_modules} leaves no layer of "
             f"config.lora.target_modules={cfg.target_modules}; exclude fewer"
         )
+    if decoder.tower is not None and not any(map(is_of_tower, names)):
+        part = "projector" if decoder.tower.frozen else "vision tower and the projector"
+        raise ValueError(
+            f"config.model.freeze_vision trains the {part} through adapters if there are some, and "
+            f"config.lora.target_modules={cfg.target_modules} chooses none of its layers: add some "
+            f"of {', '.join(tower_layers(decoder))}, or set config.model.freeze_vision='all'"
+        )
     check_rank(cfg, {name: sizes[name] for name in names})
-    targets = tuple(dict.fromkeys(map(target_name, names)))
+    targets = tuple(dict.fromkeys(map(adapter_name, names)))
     check_shared_names(names, sizes)
-    return new_lora(cfg, targets)
-
-
-def new_lora(cfg: LoRAConfig, targets: tuple[str, ...]) -> LoRA:
     pissa = cfg.init == "pissa"
     return LoRA(cfg.rank, cfg.alpha, cfg.rslora, cfg.dora, targets, pissa=pissa)
+
+
+def adapter_name(name: str) -> str:
+    """The name by which adapters choose a layer of `adapters`: of a vision tower the whole one."""
+    return name if is_of_tower(name) else target_name(name)
+
+
+def tower_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """(out, in) of the linear layers of the vision tower, if it is trained, and its projector."""
+    return {} if decoder.tower is None else vision.linear_layers(decoder.tower)
 
 
 def check_rank(cfg: LoRAConfig, sizes: dict[str, tuple[int, int]]) -> None:
@@ -81,11 +96,11 @@ def check_shared_names(chosen: Collection[str], every: Collection[str]) -> None:
 
     These are dense layers and experts in one model.
     """
-    of_chosen = {target_name(name): name for name in chosen}
+    of_chosen = {adapter_name(name): name for name in chosen}
     for name in every:
-        if name not in chosen and (other := of_chosen.get(target_name(name))):
+        if name not in chosen and (other := of_chosen.get(adapter_name(name))):
             raise ValueError(
-                f"{other} and {name} are both {target_name(name)} in adapter files; set "
+                f"{other} and {name} are both {adapter_name(name)} in adapter files; set "
                 "config.lora.target_modules to both, or exclude both by config.lora.exclude_modules"
             )
 
@@ -104,7 +119,7 @@ def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
     Those of the experts of a mixture of experts are "mlp.experts.up_proj" and so on. The embedding
     table and the unembedding are "embed_tokens" and "lm_head".
     """
-    plain = dataclasses.replace(decoder, lora=None, base_dtype="", stacked=False)
+    plain = dataclasses.replace(decoder, lora=None, base_dtype="", stacked=False, tower=None)
     kinds = {layer.kind: layer for layer in decoder.layers}
     few = decoder_specs(dataclasses.replace(plain, layers=tuple(kinds.values())))
     shapes = {spec.hf: spec.hf_shape for spec in jax.tree.leaves(few)}
@@ -119,9 +134,11 @@ def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
 def is_optional(name: str) -> bool:
     """Whether a name of `linear_layers` is not part of all-linear.
 
-    These are experts, tables and the gate of a shared expert, which has one output.
+    These are experts, tables, the gate of a shared expert, which has one output, and the layers of
+    a vision tower.
     """
-    return ".experts." in name or name.endswith(SHARED_GATE) or name in TABLES.values()
+    optional = ".experts." in name or name.endswith(SHARED_GATE) or name in TABLES.values()
+    return optional or is_of_tower(name)
 
 
 def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: str) -> set[str]:
@@ -135,12 +152,7 @@ def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: 
             found |= {name for name in names if not is_optional(name)}
             continue
         try:
-            hits = {
-                n
-                for n in names
-                for form in (n, n.rpartition(".")[2], target_name(n), whole_form(n))
-                if re.fullmatch(pattern, form)
-            }
+            hits = {n for n in names for form in name_forms(n) if re.fullmatch(pattern, form)}
         except re.error as error:
             raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from error
         if not hits:
@@ -155,11 +167,28 @@ def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: 
     return found
 
 
+def name_forms(name: str) -> tuple[str, ...]:
+    """The names by which a pattern may match a layer; of a vision tower only whole ones."""
+    if is_of_tower(name):
+        return name, name.removeprefix("model.")
+    return name, name.rpartition(".")[2], target_name(name), whole_form(name)
+
+
 def whole_form(name: str) -> str:
     """A name of `linear_layers` in an image-and-text model, without the number of the layer."""
     if name in TABLES.values():
         return name if name == "lm_head" else f"model.language_model.{name}"
     return f"model.language_model.layers.{name}"
+
+
+def frozen_tensors(others: Collection[str], decoder: DecoderConfig) -> list[str]:
+    """Those of the tensors next to a language model whose layers can have no adapters."""
+    specs = decoder.tower and decoder_specs(decoder).tower
+    if specs is None:
+        return list(others)
+    trained = specs if not decoder.tower.frozen else (specs.merger, specs.deepstack)
+    names = {common_name(spec.hf) for spec in jax.tree.leaves(trained)}
+    return [name for name in others if common_name(name) not in names]
 
 
 def check_frozen_parts(patterns: Collection[str], tensors: Collection[str]) -> None:
@@ -178,7 +207,9 @@ def check_frozen_parts(patterns: Collection[str], tensors: Collection[str]) -> N
                 raise ValueError(
                     f"config.lora.target_modules: {pattern!r} matches {name}, which is not a layer "
                     "of the language model and is frozen; name layers of the language model only, "
-                    "such as 'q_proj' or 'self_attn.*', or set 'all-linear'"
+                    "such as 'q_proj' or 'self_attn.*', or set 'all-linear'. "
+                    "config.model.freeze_vision='none' also trains adapters of the vision tower "
+                    "and its projector, 'tower' of the projector only"
                 )
 
 
@@ -251,6 +282,8 @@ def replace_weights(fn: Callable[[Any, Adapter | EmbeddingAdapter], Any], model:
                 setattr(new, name, nnx.data(fn(getattr(new, name), adapter)))
         new.lora = nnx.data(dict.fromkeys(new.lora))
         new.cfg = dataclasses.replace(new.cfg, lora=None)
+        if new.tower is not None:
+            new.tower.cfg = dataclasses.replace(new.tower.cfg, lora=None)
     return new
 
 
@@ -283,8 +316,8 @@ def split(model: Decoder) -> tuple[Tree, Tree]:
     """(arrays that training changes, frozen arrays); each has MaskedNode in place of the others.
 
     Without adapters all arrays are trained, except the corrections of routers, which have no
-    gradient, and the scalars of layers, which are no parameters. `model` may also be a tree of
-    specs.
+    gradient, the scalars of layers and the statistics of towers, which are no parameters, and a
+    frozen tower below a projector. `model` may also be a tree of specs.
     """
     trained = _is_trained(model)
     return _select(model, trained), _select(model, jax.tree.map(lambda t: not t, trained))
@@ -324,7 +357,10 @@ def with_base(saved: Tree, base: Decoder) -> Decoder:
 
 def _is_trained(model: Decoder) -> Tree:
     """A tree of bools."""
-    fixed = _in_parts(model, "a0", "b0", "correction", "scalar")
+    fixed = _in_parts(model, "a0", "b0", "correction", "scalar", "std_bias", "std_scale")
+    if model.cfg.tower is not None and model.cfg.tower.frozen:
+        tower, projector = (_in_parts(model, *p) for p in (("tower",), ("merger", "deepstack")))
+        fixed = jax.tree.map(lambda f, t, p: f or (t and not p), fixed, tower, projector)
     if model.cfg.lora is None:
         return jax.tree.map(lambda fixed: not fixed, fixed)
     chosen = _in_parts(model, "lora", "score")

@@ -20,7 +20,12 @@ from jaxrl.kernels.visibility import Visibility
 from jaxrl.models.cache_layout import kept_layers
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.image_features import ImageFeatures, check_images, image_visibility
+from jaxrl.models.image_features import (
+    ImageFeatures,
+    PackedPatches,
+    check_images,
+    image_visibility,
+)
 from jaxrl.models.layer_loop import scan_layers, stacked_layers
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
 from jaxrl.models.layers.linear import Linear
@@ -80,7 +85,7 @@ def forward_routed(
     until: Int[Array, "B T"] | None = None,
     copies: Int[Array, "B T"] | None = None,
     experts: Int[Array, "B T L k"] | None = None,
-    features: ImageFeatures | None = None,
+    features: ImageFeatures | PackedPatches | None = None,
     axis_positions: Int[Array, "B T 3"] | None = None,
     rules: Rules,
     remat: str = "none",
@@ -98,9 +103,12 @@ def forward_routed(
     number of tokens of a device whose MLP is computed at one time; 0 = all. Segments that share
     prefixes begin at multiples of `segment_align` tokens. `experts` are replayed where they are not
     negative (models/router_replay.py). `features` replace the embeddings of the tokens of images
-    (models/image_features.py); `axis_positions` are the positions by axis of a model that has them,
-    next to `positions`, the index in the sequence.
+    (models/image_features.py), which the model's own tower computes of patches; `axis_positions`
+    are the positions by axis of a model that has them, next to `positions`, the index in the
+    sequence.
     """
+    if isinstance(features, PackedPatches):
+        features = model.encode_images(features, rules, remat)
     check_images(model.cfg, features, axis_positions)
     model = with_mlp_chunk(with_matmul_dtype(model, matmul_dtype), mlp_chunk)
     visibility = None if until is None else Visibility(until, positions)

@@ -12,10 +12,9 @@ from jaxrl.engine.device.kv_pool import n_state_slots
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
-from jaxrl.models.spec import count_params
-from jaxrl.models.vision.tower import tower_specs
 from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
+from jaxrl.planner.tower import tower_bytes
 from jaxrl.planner.traffic import (
     RULE_BACKWARD,
     copied_features,
@@ -71,8 +70,8 @@ def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
             state += critic.held_bytes
         work = max(work, update)
     if job.tower is not None:
-        n_params = count_params(tower_specs(job.tower))
-        state += policy.item_bytes * n_params / (policy.fsdp * policy.tensor)
+        held, in_update = tower_bytes(job, job.tower, policy, settings)
+        state, work = state + held, work + in_update
     state += ("optimizer" not in offload) * optimizer
     made = 0.0
     if job.rollout_copies(settings.mesh, settings.rollout_tensor):

@@ -155,7 +155,7 @@ def run_programs(
     state = {name: tree for row in rows for name, tree in row.state.items()}
     if models.kl_params is not None and not shares_base(cfg):
         state["ref"] = models.kl_params
-    if (encoder := models.update.encoder) is not None:
+    if isinstance(encoder := models.update.encoder, ImageEncoder):
         state["tower"] = encoder.abstract_tower()
     resident = {name: bytes_per_device(tree) for name, tree in state.items()}
     on_host = {"opt_state": 0, "gradients": _sums_on_host(models)} | {

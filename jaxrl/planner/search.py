@@ -229,7 +229,7 @@ def meshes(job: Job) -> Iterator[dict[str, int]]:
     row, rules = max(cfg.learner.row_lens), training_rules(cfg)
     divisors = [size for size in range(1, n + 1) if n % size == 0]
     stages = [size for size in divisors if decoder.n_periods % size == 0 and row % size == 0]
-    if cfg.model.layers == "list":
+    if cfg.model.layers == "list" or decoder.tower is not None:
         stages = [1]
     axes = divisors, divisors, divisors, divisors, stages
     for tensor, sequence, expert, replica, stage in itertools.product(*axes):

@@ -250,9 +250,11 @@ class Sizes:
 
 def _model_facts(job: Job, role: str) -> ModelFacts:
     runs = {"critic": job.cfg.critic_run, "reward_model": job.cfg.reward_model_run}
-    cfg, decoder = runs.get(role, job.cfg), job.model(role)
-    dtype, placed = for_platform(cfg, decoder, job.machine.platform)
-    adapted = with_adapters(cfg.lora, decoder)
+    cfg, decoder = runs.get(role, job.cfg), dataclasses.replace(job.model(role), tower=None)
+    # Adapters are chosen by the names of the tower too, which is no part of what a token reads.
+    whole = dataclasses.replace(decoder, tower=job.decoder.tower)
+    adapted = dataclasses.replace(with_adapters(cfg.lora, whole), tower=None)
+    dtype, placed = for_platform(cfg, adapted, job.machine.platform)
     in_engine = adapted
     if cfg.rollout.dtype == "int8" and not adapted.base_dtype:
         in_engine = dataclasses.replace(adapted, base_dtype="int8")
@@ -266,7 +268,7 @@ def _model_facts(job: Job, role: str) -> ModelFacts:
         rollout_bytes=stored_bytes_per_param(in_engine, dtype),
         optimizer_bytes=optimizer_bytes_per_param(cfg.learner, adapted, dtype),
         trained_fraction=trained_fraction(adapted),
-        steps_by_layer=steps_by_layer(cfg.learner, with_adapters(cfg.lora, placed)),
+        steps_by_layer=steps_by_layer(cfg.learner, placed),
         sequence_bytes=_sequence_bytes(cfg, decoder, dtype),
         slot_bytes=slot_bytes(decoder, dtype),
     )

@@ -172,6 +172,17 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def check_tower(folder: Path, trained: RunConfig) -> None:
+    """Raises ValueError for checkpoints with a vision tower, which would serve the initial one."""
+    if trained.model.freeze_vision != "all":
+        raise ValueError(
+            f"{folder} trains the vision tower or its projector (model.freeze_vision="
+            f"{trained.model.freeze_vision!r}), and the server reads only the language model of a "
+            f"checkpoint; write python -m jaxrl.convert {folder} --step=last --output=DIR and "
+            "serve DIR"
+        )
+
+
 def initial_config(options: argparse.Namespace) -> ConfigDict:
     """The default config of the server, before the command line's overrides.
 
@@ -189,6 +200,7 @@ def initial_config(options: argparse.Namespace) -> ConfigDict:
         values["data.images"] = str(trained.data.images)
         values["data.image_kwargs"] = str(trained.data.image_kwargs)
         if needs_checkpoint or not (folder / "hf").is_dir():
+            check_tower(folder, trained)
             # The server reads base and adapters, so that a new checkpoint replaces only adapters.
             config.update({"lora": to_dict(trained.lora) | {"merge": False}})
             options.checkpoints = folder / "checkpoints"

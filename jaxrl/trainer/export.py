@@ -33,6 +33,7 @@ from jaxrl.models.files.kept_record import warn_of_change
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.lora import checkpoint_part, with_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
+from jaxrl.models.vision.towers import known_tower, with_trained_tower
 from jaxrl.trainer.setup.models import make_renderer
 
 # policy: the model that the run trains, also a reward model; adapter: its adapter, in PEFT's format
@@ -84,6 +85,10 @@ def export_checkpoint(
     source = _source(cfg, policy, part, arrays.shapes)
     stacked = not any(name.startswith(f"{source.prefix}layers/0/") for name in arrays.shapes)
     decoder = dataclasses.replace(folder_config(source.folder), heads=source.heads, stacked=stacked)
+    if not source.prefix.startswith("critic/"):
+        freeze = cfg.model.freeze_vision
+        tower = None if freeze == "all" else known_tower(source.folder)
+        decoder = with_trained_tower(decoder, tower, freeze)
     decoder = with_adapters(cfg.lora, decoder)
     dtypes = _dtypes(decoder, source.prefix, arrays)
     stored = None
@@ -143,7 +148,8 @@ def _stored_adapter(
 
             tensors[name] = Tensor(name, dtypes[path], spec.hf_shape, read)
     assert decoder.lora is not None
-    return StoredAdapter(decoder.lora, tensors, dtype=next(iter(dtypes.values())))
+    dtype = next(iter(dtypes.values()))
+    return StoredAdapter(decoder.lora, tensors, decoder.tower, dtype)
 
 
 def language_model_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> SaveSettings:

@@ -202,6 +202,7 @@ layers without experts ([LoRA](../how_to/lora.md)). NAME is, in the order of the
 OTHERS = {
     "google/gemma-4-31b-it, 26b-a4b-it, e4b-it, e2b-it": "`gemma4`; "
     "[notes](../reference/models.md#gemma-4)",
+    "google/gemma-4-12B-it": "`gemma4_unified`; the language model",
     "zai-org/GLM-4.7-Flash": "`glm4_moe_lite`; [notes](../reference/models.md#latent-attention)",
     "moonshotai/Moonlight-16B-A3B-Instruct": "`deepseek_v3`; Kimi-K2 is `kimi_k2`",
     "zai-org/GLM-4.5-Air": "`glm4_moe`; LoRA needs `lora.target_modules` or "

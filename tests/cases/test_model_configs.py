@@ -51,10 +51,14 @@ IMAGE_MODELS = ("qwen3_vl", "qwen2_5_vl")
 FAMILY_TYPES = {name: name for name in FAMILIES}
 FAMILY_TYPES |= {
     name: f"{name}_text"
-    for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "muse_glimmer", *IMAGE_MODELS)
+    for name in (
+        *("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe", "muse_glimmer"),
+        *IMAGE_MODELS,
+    )
 }
 # transformers has no text-only class of muse_glimmer and Qwen-VL, and none is drawn of gemma4.
-UNDRAWN = ("muse_glimmer_text", "gemma4_text", *(f"{name}_text" for name in IMAGE_MODELS))
+UNDRAWN = ("muse_glimmer_text", "gemma4_text", "gemma4_unified_text")
+UNDRAWN += tuple(f"{name}_text" for name in IMAGE_MODELS)
 DRAWN_TYPES = [kind for kind in FAMILY_TYPES.values() if kind not in UNDRAWN]
 SIZES = dict(
     hidden_size=32,
@@ -341,6 +345,9 @@ def test_an_unknown_field_is_refused_unless_it_is_off(model_type):
             dict(rope_scaling=YARN, rope_parameters=dict(rope_theta=5.0)),
             "rope_scaling replaces rope_parameters with its rope_theta=5",
         ),
+        ("gemma4_text", dict(use_bidirectional_attention="all"), "use_bidirectional_attention is"),
+        ("gemma4_unified_text", dict(hidden_size_per_layer_input=8), "hidden_size_per_layer_input"),
+        ("gemma4_unified_text", dict(enable_moe_block=True), "enable_moe_block is True"),
         ("lfm2", dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
         ("muse_glimmer_text", dict(layer_rope_theta=[5.0, 1e4, 0]), "layer_rope_theta is"),
         ("muse_glimmer_text", dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
@@ -367,6 +374,41 @@ def test_the_nearest_family_of_an_unknown_one_is_named_with_the_fields_that_it_d
     found = dict(model_type="qwen4_vl", text_config=config("qwen4_vl_text", new_gate="x"))
     with pytest.raises(ValueError, match=r"The nearest is qwen\w+; .*not know: new_gate$"):
         config_from_hf(found)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "nearest", "field"),
+    [
+        ("lfm2_moe", "lfm2", "num_experts"),
+        ("lfm2_vl", "lfm2", "vision_config"),
+        ("glm_moe_dsa", "glm4_moe_lite", "index_topk"),
+        ("glm4v", r"glm4\w*", "image_token_id"),
+        ("glm5_next", r"glm4_moe\w*", "index_topk"),
+        ("deepseek_v32", "deepseek_v3", "index_topk"),
+        ("deepseek_v4", "deepseek_v3", "hc_mult"),
+        ("gemma4_unified_assistant", "gemma4_unified_text", "backbone_hidden_size"),
+        ("qwen3_omni_moe", r"qwen\w*", "thinker_config"),
+        ("qwen3_vl_moe", "qwen3_moe", "vision_config"),
+        ("nemotron_h", r"\w+", "mamba_num_heads"),
+    ],
+)
+def test_models_of_transformers_that_are_not_known_are_refused_with_their_fields(
+    model_type, nearest, field
+):
+    theirs = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    with pytest.raises(ValueError, match=rf"The nearest is {nearest}; .*not know: .*\b({field})\b"):
+        config_from_hf(theirs)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "nearest"), [("deepseek_v2", "deepseek_v3"), ("minimax_m2", "mixtral")]
+)
+def test_an_unknown_family_with_the_fields_of_a_known_one_is_not_called_the_same(
+    model_type, nearest
+):
+    theirs = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    with pytest.raises(ValueError, match=f"nearest is {nearest}; it has the same fields but may"):
+        config_from_hf(theirs)
 
 
 def test_the_text_part_of_mistral3_has_one_of_two_types():

@@ -271,10 +271,16 @@ WRONG = [
     ),
     (
         dict(env__name="calculator", env__agent="a.py:f", reward__functions=("environment",)),
-        "env.name='calculator' and env.agent='a.py:f' are two kinds of episodes",
+        "env.name='calculator' and env.agent='a.py:f' are 2 kinds of episodes",
     ),
-    (dict(env__episode_timeout_s=5.0), "env.agent is empty; set env.agent"),
-    (dict(reward__functions=("environment",)), "env.name and env.agent are empty"),
+    (dict(env__episode_timeout_s=5.0), "env.agent and env.command are empty; set one of them"),
+    (
+        dict(env__agent="a.py:f", env__command="agent"),
+        "env.agent='a.py:f' and env.command='agent' are 2 kinds of episodes",
+    ),
+    (dict(env__command="agent 'open"), "has an open quote"),
+    (dict(env__command="agent {url}"), "env.command has {url}", "{base_url}, {api_key}"),
+    (dict(reward__functions=("environment",)), "env.name, env.agent and env.command are empty"),
     (dict(eval__k=(1, 2)), "eval.k=(1, 2) includes pass@2", "eval.n=1", "at least 2"),
     (dict(algorithm__kl="full"), "kl='full'", "kl_coef=0", "above 0"),
     (dict(algorithm__kl="full", algorithm__kl_coef=0.1, algorithm__kl_in="reward"), "kl_in='loss'"),
@@ -350,6 +356,25 @@ WRONG = [
     (
         dict(algorithm__correction="icepop", algorithm__correction_low=3.0),
         "correction_low=3.0 is not below algorithm.correction_high=2.0",
+    ),
+    (
+        dict(algorithm__more_rejections=("seq_max_k2?max=3",)),
+        "algorithm.rejection='none'; set one of them as algorithm.rejection",
+    ),
+    (
+        dict(algorithm__rejection="seq_mean_k1", algorithm__more_rejections=("seq_max_k4",)),
+        "'seq_max_k4' is not known; did you mean",
+    ),
+    (
+        dict(algorithm__rejection="seq_mean_k1", algorithm__more_rejections=("token_k1?low=2",)),
+        "write 'token_k1?low=...&high=...'",
+    ),
+    (
+        dict(
+            algorithm__rejection="seq_mean_k1",
+            algorithm__more_rejections=("token_k1?low=2&high=1",),
+        ),
+        "low is not below high",
     ),
     (
         dict(algorithm__rejection="seq_mean_k1", algorithm__rejection_high=0.5),

@@ -249,6 +249,21 @@ def test_rollout_corrections_keep_their_names_and_invert_their_ratio():
     assert found.config["algorithm.rejection_max"] == 0.02
 
 
+def test_several_rejections_have_a_threshold_each_or_one_for_all():
+    name = "algorithm.rollout_correction.rollout_rs"
+    found = migrate({name: "seq_max_k2, token_k1", name + "_threshold": "2.5,0.5_1.25"})
+    assert found.config["algorithm.rejection"] == "seq_max_k2"
+    assert found.config["algorithm.rejection_max"] == 2.5
+    assert found.config["algorithm.more_rejections"] == ("token_k1?low=0.8&high=2",)
+    found = migrate({name: "token_k3,seq_max_k3", name + "_threshold": 0.5})
+    assert found.config["algorithm.rejection_max"] == 0.5
+    assert found.config["algorithm.more_rejections"] == ("seq_max_k3?max=0.5",)
+    found = migrate({name: "token_k1,token_k2,token_k3", name + "_threshold": "1,2"})
+    assert name + "_threshold" in notes(found, REFUSED)
+    found = migrate({name: "token_k1,token_k9", name + "_threshold": 2})
+    assert "token_k9 is not known" in notes(found, REFUSED)[name]
+
+
 def test_two_bounds_of_importance_weights_mask_what_is_outside():
     section = "algorithm.rollout_correction.rollout_is"
     config = migrate({section: "token", section + "_threshold": "0.5_4.0"}).config
@@ -327,14 +342,24 @@ def test_what_no_config_can_mean_is_refused_unless_the_key_is_given(name, value,
 
 def test_images_are_read_from_the_column_that_the_run_names():
     name = "data.mm_processor_kwargs.max_pixels"
-    found = migrate(NEEDED | {"data.image_key": "pictures", name: 4096})
+    grpo = NEEDED | {"algorithm.adv_estimator": "grpo"}
+    found = migrate(grpo | {"data.image_key": "pictures", name: 4096})
     assert found.config["data.images"] is True and not notes(found, REFUSED)
     assert found.config["data.columns"] == ("images:pictures",)
     assert found.config["data.image_kwargs.max_pixels"] == 4096
     tower = ACTOR + "freeze_vision_tower"
-    assert "are frozen here" in notes(found, DIFFERS)[tower]
+    assert found.config["model.freeze_vision"] == "none" and not notes(found, DIFFERS)
+    for name, value, reason in (
+        ("actor_rollout_ref.model.lora_rank", 8, "no names of it"),
+        (ACTOR + "megatron.pipeline_model_parallel_size", 2, "stages of a pipeline"),
+        ("algorithm.adv_estimator", "gae", "a separate critic"),
+    ):
+        other = migrate(grpo | {"data.image_key": "images", name: value})
+        assert reason in notes(other, DIFFERS)[tower]
+        assert "model.freeze_vision" not in other.config
     frozen = migrate(NEEDED | {"data.image_key": "images", tower: True})
     assert "data.columns" not in frozen.config and not notes(frozen, DIFFERS)
+    assert "model.freeze_vision" not in frozen.config
     assert "data.images" not in migrate(NEEDED | {"data.image_key": None}).config
 
 

@@ -29,6 +29,7 @@ from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout, worker_mesh
 from jaxrl.models.spec import is_spec
 from jaxrl.models.vision.tower import tower_specs
+from jaxrl.models.vision.towers import with_trained_tower
 from jaxrl.planner import topology as topologies
 from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.planner.compilation import compile_programs, machine_note, trip_counts
@@ -48,8 +49,9 @@ from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.saved_plan import check_config
-from jaxrl.planner.sizes import Job
+from jaxrl.planner.sizes import Job, model_sizes, settings_of
 from jaxrl.planner.topology import Topology, topology
+from jaxrl.planner.tower import tower_bytes
 from sharding import bytes_per_device, make_mesh
 from tests.models.resized import resized
 from tests.planner.tiny_run import TINY, run
@@ -189,6 +191,48 @@ def test_the_tower_and_features_of_images_are_counted():
     B = 8 * rows
     more = [(B, T, D), (B, T), (B, T, n, D), (B, T, 3)]
     assert sorted(sizes[1]) == sorted([*sizes[0], *more])
+
+
+@pytest.mark.thorough
+def test_a_tower_that_is_trained_is_a_part_of_the_policy():
+    text = model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
+    cfg, workload = (
+        run(algorithm__kl_coef=0.0, mesh__tensor=1, mesh__replica=2),
+        OfflineWorkload(1, False, False),
+    )
+    tower = tower_shape(str(ROOT / "tests/models/vision/golden/qwen3_vl"))
+    tower = dataclasses.replace(tower, out_D=text.D)
+    decoders = [with_trained_tower(text, tower, freeze) for freeze in ("all", "tower", "none")]
+    with jax.set_mesh(make_mesh(topology("cpu:8").devices, fsdp=4, replica=2)):
+        frozen, projector, every = (
+            run_programs(cfg, one, 1e9, workload=workload, tower=tower) for one in decoders
+        )
+        inputs = every.table["accumulate"].lower().in_avals
+    specs = tower_specs(tower)
+    n_tower, n_projector = (
+        sum(math.prod(s.shape) // (4 if "w_embed" in s.axes else 1) for s in jax.tree.leaves(part))
+        for part in (specs, (specs.merger, specs.deepstack))
+    )
+    assert every.resident["params"] == frozen.resident["params"] + 4 * n_tower
+    assert "tower" not in every.resident and "tower" not in projector.resident
+    # Float32 weights have two moments.
+    moments = [one.resident["opt_state"] for one in (frozen, projector, every)]
+    assert moments[1:] == [moments[0] + 8 * n_projector, moments[0] + 8 * n_tower]
+    rows, T = cfg.learner.shapes[-1]
+    shapes = [a.shape for a in jax.tree.leaves(inputs)]
+    assert (8, rows * T * tower.merge**2, tower.patch_features) in shapes
+    jobs = [
+        Job(cfg, one, topology("cpu:8"), Lengths(8, 8), workload=workload, tower=tower)
+        for one in decoders
+    ]
+    settings = settings_of(jobs[0])
+    sizes = [model_sizes(job, "policy", settings) for job in jobs]
+    found = [tower_bytes(j, tower, s, settings) for j, s in zip(jobs, sizes, strict=True)]
+    state, work = zip(*found, strict=True)
+    assert state[0] < state[1] < state[2] and work[0] == 0 < work[1] < work[2]
+    n = sum(math.prod(s.shape) for s in jax.tree.leaves(specs))
+    shards = 4  # fsdp
+    np.testing.assert_allclose(state[2], 3 * 4 * n / shards, rtol=1e-2)
 
 
 @pytest.mark.thorough

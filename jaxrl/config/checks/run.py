@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from jaxrl.config.choices import FULL_KLS
 from jaxrl.config.keys import DistributedConfig, LoRAConfig, RunConfig
 
 
@@ -13,6 +14,7 @@ def run_errors(run: RunConfig) -> list[str]:
         *_data_errors(run),
         *_checkpoint_errors(run),
         *_lora_errors(run),
+        *_vision_errors(run),
         *_profile_errors(run),
         *_process_errors(run.distributed),
     ]
@@ -102,6 +104,52 @@ def _lora_errors(run: RunConfig) -> list[str]:
             "training, which is nf4; set rollout.dtype='auto', or lora.base_dtype='int8'"
         )
     return errors
+
+
+def _vision_errors(run: RunConfig) -> list[str]:
+    freeze, algorithm = run.model.freeze_vision, run.algorithm
+    if freeze == "all":
+        return []
+    key = f"model.freeze_vision={freeze!r}"
+    if not run.data.images:
+        return [f"{key} trains on images, and data.images=False; set data.images=True, or omit it"]
+    exact = algorithm.kl_coef != 0 and algorithm.kl_estimator in FULL_KLS
+    separate_critic = run.has_critic and not run.critic.shared
+    unsupported = {
+        f"schedule.mode={run.schedule.mode!r}": (
+            run.schedule.mode != "sync",
+            "its unfinished responses have the features of an older tower; set 'sync'",
+        ),
+        f"mesh.stage={run.mesh.stage}": (
+            run.mesh.stage != 1,
+            "the stages of a pipeline have no tower; set 1",
+        ),
+        f"algorithm.kl={algorithm.kl!r}": (
+            exact,
+            "the loss would run a second tower; set a KL of sampled tokens, such as 'k3'",
+        ),
+        "critic.shared=False": (
+            separate_critic,
+            "a separate critic has no tower; set critic.shared=True, or another advantage",
+        ),
+        f"learner.offload={run.learner.offload}": (
+            "policy" in run.learner.offload,
+            "the tower computes features during rollouts; leave out 'policy'",
+        ),
+        f"learner.lr_layer_decay={run.learner.lr_layer_decay}": (
+            run.learner.lr_layer_decay != 1.0,
+            "the blocks of a tower are no layers of it; set 1.0, or learner.lr_factors by name",
+        ),
+        f"lora.path={run.lora.path!r}": (
+            bool(run.lora.path),
+            "adapters of a vision tower are not read; leave it out, or merge it into the model",
+        ),
+    }
+    return [
+        f"{key} is not supported with {setting}: {why}, or omit model.freeze_vision"
+        for setting, (given, why) in unsupported.items()
+        if given
+    ]
 
 
 def _profile_errors(run: RunConfig) -> list[str]:

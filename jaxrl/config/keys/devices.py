@@ -5,6 +5,7 @@ import dataclasses
 from jaxrl.config.choices import (
     ATTENTIONS,
     DTYPES,
+    FREEZE_VISION,
     GATED_DELTAS,
     GROUPED_MATMULS,
     LAYERS,
@@ -36,6 +37,13 @@ class ModelConfig:
         "Layers as a list, or stacked and scanned; auto = stacked on TPU and with pipeline "
         "parallelism, else a list",
         choices=LAYERS,
+    )
+    freeze_vision: str = key(
+        "all",
+        "Parts of an image-and-text model that training leaves as they are: all (the vision tower "
+        "and its projector), the tower (the projector is trained), or none. With lora.rank, those "
+        "that are not frozen have adapters at the layers that lora.target_modules names",
+        choices=FREEZE_VISION,
     )
     attention: str = key(
         "auto",

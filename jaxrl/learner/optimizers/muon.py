@@ -10,6 +10,7 @@ import optax
 from jaxrl.config.keys.optimizer import MuonOptions
 from jaxrl.learner.optimizers.newton_schulz import orthogonalize
 from jaxrl.models.spec import ParamSpec, is_spec, map_specs
+from jaxrl.models.vision.names import is_of_tower
 from jaxrl.types import Tree
 from sharding import target_platform
 
@@ -19,8 +20,8 @@ class MuonState(NamedTuple):
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """True for matrices inside the layers; embedding, heads, norms and biases are none."""
-    return spec.is_matrix and ".layers." in spec.hf
+    """True for matrices inside the layers; embedding, heads, norms, biases, a tower's are none."""
+    return spec.is_matrix and ".layers." in spec.hf and not is_of_tower(spec.hf)
 
 
 def scale_by_muon(specs: Tree, options: MuonOptions) -> optax.GradientTransformation:

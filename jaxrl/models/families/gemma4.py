@@ -1,6 +1,6 @@
-"""Gemma 4, text: 12B, 26B-A4B and 31B, E2B and E4B.
+"""Gemma 4, text: 26B-A4B and 31B, E2B and E4B; 12B is `gemma4_unified`.
 
-Local and global layers differ in head dim and kv heads; values are normalized. In 12B, 26B and 31B
+Local and global layers differ in head dim and kv heads; values are normalized. In 26B and 31B
 they are the keys of global layers. The last layers of E2B and E4B use the keys and values of
 earlier ones, and every layer has inputs by token. 26B has experts next to the MLP. Definition:
 transformers' model type `gemma4_text`.
@@ -23,22 +23,18 @@ from jaxrl.models.families import entries, fields, gemma2, rotary
 from jaxrl.models.rope_config import PROPORTIONAL, Rope
 from jaxrl.models.shared_kv import SharedKV
 
-SIZES = {
-    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"),
-    *("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input"),
-    *("vocab_size_per_layer_input", "enable_moe_block", "num_experts", "top_k_experts"),
-    "moe_intermediate_size",
-}
-ENTRIES = entries.Entries(
-    classes=("Gemma4", "Gemma4Text"),
-    read=entries.READ
+TOKEN_INPUTS = {"hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+EXPERTS = {"enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"}
+READ = (
+    entries.READ
     | entries.WINDOWS
-    | SIZES
     | {
+        *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"),
+        *("num_kv_shared_layers", "use_double_wide_mlp", "use_bidirectional_attention"),
         *("hidden_activation", "attention_bias", "final_logit_softcapping"),
-        "use_bidirectional_attention",
-    },
+    }
 )
+ENTRIES = entries.Entries(classes=("Gemma4", "Gemma4Text"), read=READ | TOKEN_INPUTS | EXPERTS)
 # The top level of a model with images and audio; its language model is in text_config.
 IMAGE_ENTRIES = entries.Entries(
     classes=("Gemma4",),
@@ -89,8 +85,11 @@ EXPERT_NORMS = (
 
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
+    return decoder_config(DEFAULTS | dict(c), "gemma4")
+
+
+def decoder_config(c: fields.ConfigJson, family: str) -> DecoderConfig:
     """Raises ValueError for attention to later tokens, and for sizes that no part here has."""
-    c = DEFAULTS | dict(c)
     if (kind := c.get("use_bidirectional_attention")) not in (None, False, "vision"):
         raise ValueError(
             f"use_bidirectional_attention is {shown(kind)}; only 'vision' is supported, by which "
@@ -107,7 +106,7 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
         layers.append(LayerConfig(mixer, ffn, BOTH_NORMS, scalar=True))
     P = c["hidden_size_per_layer_input"] or 0
     return DecoderConfig(
-        "gemma4",
+        family,
         D=c["hidden_size"],
         V=c["vocab_size"],
         layers=tuple(layers),
@@ -159,7 +158,8 @@ def attention(c: fields.ConfigJson, kind: str) -> AttentionConfig:
 def global_sizes(c: fields.ConfigJson) -> tuple[int, int]:
     """(kv heads, head dim) of global layers.
 
-    They have entries, or objects by layer number in `per_layer_config`, which replace these.
+    They have entries, or objects by layer number in `per_layer_config`, which replace these: a
+    layer without an object then has the sizes of the others.
     """
     K, H = c["num_key_value_heads"], c["global_head_dim"]
     if c["attention_k_eq_v"]:
@@ -170,8 +170,8 @@ def global_sizes(c: fields.ConfigJson) -> tuple[int, int]:
     layers = [i for i, kind in enumerate(layer_types(c)) if kind == rotary.GLOBAL]
     sizes = dict(num_key_value_heads=c["num_key_value_heads"], head_dim=c["head_dim"])
     found = by_layer(objects)
-    first = found.get(layers[0])
-    if first is None or found != dict.fromkeys(layers, first) or first.keys() - sizes:
+    first = (found or {}).get(layers[0], {})
+    if found not in ({}, dict.fromkeys(layers, first)) or first.keys() - sizes:
         raise ValueError(
             f"per_layer_config is {shown(objects)}; supported are the same {' and '.join(sizes)} "
             f"in all layers of the type {rotary.GLOBAL}, and nothing else"
@@ -185,17 +185,17 @@ def global_sizes(c: fields.ConfigJson) -> tuple[int, int]:
     return K, H
 
 
-def by_layer(objects: Any) -> dict[int, Any]:
+def by_layer(objects: Any) -> dict[int, Any] | None:
     """The entries of `per_layer_config` by number; transformers writes "05" for layer 5 of 60.
 
-    Nothing if it is not an object of objects with such names.
+    None if it is not an object of objects with such names.
     """
     if not isinstance(objects, dict) or not all(
         name.isdecimal() and isinstance(entry, dict) for name, entry in objects.items()
     ):
-        return {}
+        return None
     found = {int(name): entry for name, entry in objects.items()}
-    return found if len(found) == len(objects) else {}
+    return found if len(found) == len(objects) else None
 
 
 def read_rope(c: fields.ConfigJson, kind: str) -> Rope:

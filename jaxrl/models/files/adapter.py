@@ -20,7 +20,7 @@ from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.files.export_form import is_image_and_text, whole_name
-from jaxrl.models.files.hf_load import load_params, read_param
+from jaxrl.models.files.hf_load import read_param
 from jaxrl.models.files.hf_save import (
     StoredAdapter,
     is_adapter,
@@ -43,6 +43,7 @@ from jaxrl.models.files.tensor_shapes import SCORE
 from jaxrl.models.files.weight_files import add_once, is_parameter, language_name, shown
 from jaxrl.models.lora import add_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
+from jaxrl.models.vision.files import load_whole
 from sharding import Rules, hosts
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,8 +66,8 @@ def load_with_adapters(
     seed: int,
     adapter: str = "",
 ) -> Decoder:
-    """`load_params`, with the adapters of `decoder`: new ones, or those in the folder `adapter`."""
-    base = load_params(folder, rules, decoder, dtype)
+    """`load_whole`, with the adapters of `decoder`: new ones, or those in the folder `adapter`."""
+    base = load_whole(folder, rules, decoder, dtype)
     if decoder.lora is None:
         return base
     model = add_adapters(base, decoder.lora, seed=seed, rules=rules, dtype=dtype)

@@ -22,6 +22,7 @@ from jaxrl.models.files.weight_files import (
     named_infos,
     other_tensors,
 )
+from jaxrl.models.vision.names import common_name, is_of_tower
 
 
 def same_name(name: str) -> str:
@@ -88,8 +89,11 @@ def namer(names: Mapping[str, str]) -> Callable[[str], str]:
         if any(stored.startswith(prefix) for stored in names.values())
     ]
     prefix, instead = prefixes[0] if prefixes else ("", "")
+    of_tower = {common_name(stored): stored for stored in names.values() if is_of_tower(stored)}
 
     def name_of(name: str) -> str:
+        if is_of_tower(name):
+            return of_tower.get(common_name(name), name)
         if name in names or not name.startswith(instead):
             return names.get(name, name)
         return prefix + name.removeprefix(instead)
@@ -100,4 +104,6 @@ def namer(names: Mapping[str, str]) -> Callable[[str], str]:
 def whole_name(name: str) -> str:
     """A tensor's name in transformers' class of an image-and-text model."""
     prefix = "model."
+    if is_of_tower(name):
+        return name if name.startswith(prefix) else prefix + name
     return f"model.language_model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jaxrl.models.families import (
     gemma2,
     gemma3,
     gemma4,
+    gemma4_unified,
     glm4,
     glm4_moe,
     glm4_moe_lite,
@@ -44,7 +46,7 @@ from jaxrl.models.families import (
     smollm3,
     starcoder2,
 )
-from jaxrl.models.families.entries import check_known, unknown_entries
+from jaxrl.models.families.entries import Entries, check_known, unknown_entries
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
 from jaxrl.models.files.quantized.scheme import read_scheme, without_scheme
 from jaxrl.models.files.weight_files import has_separate_head
@@ -58,6 +60,7 @@ FAMILIES = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "gemma4_unified": gemma4_unified,
     "qwen3_moe": qwen3_moe,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
@@ -85,12 +88,17 @@ FAMILIES = {
     "qwen3_vl": qwen3_vl,
     "qwen2_5_vl": qwen2_5_vl,
 }
+# The top level of an image-and-text model whose family has no such form here.
+TOP_ENTRIES = Entries(
+    classes=(), read=frozenset({"model_type", "architectures", "auto_map", "text_config"})
+)
 ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
 MODEL_TYPES = {name: name for name in FAMILIES} | {
     "gemma3_text": "gemma3",
     "kimi_k2": "deepseek_v3",
     "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4_unified",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "muse_glimmer_text": "muse_glimmer",
@@ -101,6 +109,7 @@ MODEL_TYPES = {name: name for name in FAMILIES} | {
 IMAGE_AND_TEXT = {
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "gemma4_unified": gemma4_unified,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
     "mistral3": mistral3,
@@ -164,19 +173,34 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
 
 def unknown_type(config: Mapping[str, Any]) -> str:
     """The error of an unknown model type: the nearest family, and what that does not know."""
-    model_type = str(config.get("model_type"))
-    known = sorted(MODEL_TYPES.keys() | IMAGE_AND_TEXT)
-    message = f"model_type {config.get('model_type')!r} is not known; known: {', '.join(known)}"
-    text = config.get("text_config")
-    text = text if text and isinstance(text, dict) else config
+    model_type, text = str(config.get("model_type")), config.get("text_config")
+    top, text = (config, text) if text and isinstance(text, dict) else ({}, config)
+    nearest = nearest_type(model_type, text)
+    family = MODEL_TYPES[nearest]
+    image = IMAGE_AND_TEXT[family].IMAGE_ENTRIES if family in IMAGE_AND_TEXT else TOP_ENTRIES
+    unread = unknown_entries(text, FAMILIES[family].ENTRIES) + unknown_entries(top, image)
+    known = ", ".join(sorted(MODEL_TYPES.keys() | IMAGE_AND_TEXT))
+    differs = f"fields that it does not know: {', '.join(unread)}"
+    return (
+        f"model_type {config.get('model_type')!r} is not known; known: {known}. The nearest is "
+        f"{nearest}; {differs if unread else 'it has the same fields but may compute otherwise'}"
+    )
 
-    def unread(name: str) -> list[str]:
-        return unknown_entries(text, FAMILIES[MODEL_TYPES[name]].ENTRIES)
 
-    names = difflib.get_close_matches(model_type, MODEL_TYPES, n=3, cutoff=0.5) or ["llama"]
-    nearest = min(names, key=lambda name: len(unread(name)))
-    fields = ", ".join(unread(nearest)) or "none"
-    return f"{message}. The nearest is {nearest}; fields that it does not know: {fields}"
+def nearest_type(model_type: str, config: Mapping[str, Any]) -> str:
+    """The known type that knows most of the fields, of those with a similar name if there are any.
+
+    Similar names begin with the same letters, or else differ in few of them.
+    """
+    letters = "".join(itertools.takewhile(str.isalpha, model_type))
+    same = [name for name in MODEL_TYPES if name.startswith(letters)]
+    similar = same or difflib.get_close_matches(model_type, MODEL_TYPES, cutoff=0.6)
+
+    def distance(name: str) -> tuple[int, float]:
+        unread = unknown_entries(config, FAMILIES[MODEL_TYPES[name]].ENTRIES)
+        return len(unread), -difflib.SequenceMatcher(None, model_type, name).ratio()
+
+    return min(similar or MODEL_TYPES, key=distance)
 
 
 def config_to_hf(cfg: DecoderConfig) -> dict[str, Any]:
@@ -198,8 +222,8 @@ def classifier_json(cfg: DecoderConfig) -> dict[str, Any]:
 def same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
     """Whether configs differ only in fields that a model's files do not store.
 
-    These are heads, adapters, layer layout and kernels.
+    These are heads, adapters, layer layout, kernels, and whether the vision tower is trained.
     """
-    names = ("heads", "lora", "base_dtype", "stacked", "grouped_matmul", "gated_delta")
+    names = ("heads", "lora", "base_dtype", "tower", "stacked", "grouped_matmul", "gated_delta")
     not_in_files = {name: getattr(b, name) for name in names}
     return dataclasses.replace(a, **not_in_files) == b

@@ -29,10 +29,11 @@ from jaxrl.models.files.quantized.scheme import without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
 from jaxrl.models.files.safetensors import Tensor, TensorShapes, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
-from jaxrl.models.files.weight_files import find_tensors
+from jaxrl.models.files.weight_files import find_tensors, other_tensors
 from jaxrl.models.layers.router import CORRECTION
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
 from jaxrl.models.spec import hf_names, is_spec
+from jaxrl.models.vision.names import common_name, is_of_tower
 from jaxrl.types import Tree
 from sharding import hosts
 
@@ -64,6 +65,7 @@ class StoredAdapter:
 
     lora: LoRA
     tensors: Mapping[str, Tensor]
+    tower: Any = None  # TowerConfig, if layers of a vision tower have adapters too
     dtype: np.dtype | None = None  # of the model that it was trained with; None: that of the base
 
     @property
@@ -98,7 +100,7 @@ def save_model(
             tensor.read()
         return
     with atomic_folder(Path(target)) as folder:
-        write_weights(folder, [*tensors, *copied_parts(form)], max_shard_bytes)
+        write_weights(folder, [*tensors, *copied_parts(form, tensors)], max_shard_bytes)
         write_settings(folder, params.cfg, tensors[0].dtype, source, form, settings)
 
 
@@ -119,8 +121,13 @@ def convert_model(
     cfg, settings = folder_config(source), settings or SaveSettings()
     if adapter is not None:
         cfg = dataclasses.replace(cfg, heads=adapter.heads)
+        cfg = dataclasses.replace(cfg, tower=adapter.tower)
     specs, found = decoder_specs(cfg), find_tensors(source)
     shapes = {name: info.shape for name, info in found.items()}
+    if cfg.tower is not None:
+        others = {common_name(name): info for name, info in other_tensors(source).items()}
+        of_tower = filter(is_of_tower, expected_shapes(specs))
+        found |= {name: others[common_name(name)] for name in of_tower}
     complaint = f"the tensors in {source} do not match its config.json"
     check_shapes(decoder_specs(folder_config(source)), shapes, complaint)
     stored = dict(adapter.tensors) if adapter is not None else {}
@@ -132,17 +139,18 @@ def convert_model(
     form = export_form(cfg, source, text_only=settings.text_only)
     tensors = in_file_order(merge_tensors(stored, lora, dtype), form)
     with atomic_folder(target) as folder:
-        write_weights(folder, [*tensors, *copied_parts(form)], max_shard_bytes)
+        write_weights(folder, [*tensors, *copied_parts(form, tensors)], max_shard_bytes)
         write_settings(folder, cfg, tensors[0].dtype, source, form, settings)
     return cfg
 
 
-def copied_parts(form: ExportForm) -> list[Tensor]:
-    """The tensors of the source that an export has unchanged, as it has not trained them.
+def copied_parts(form: ExportForm, written: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors of the source that an export has unchanged, as they are not among `written`.
 
     They are read from the files when they are written.
     """
-    found = form.copied
+    trained = {tensor.name for tensor in written}
+    found = {name: info for name, info in form.copied.items() if name not in trained}
     return [stored_tensor(name, found[name]) for name in sorted(found, key=natural_sort_key)]
 
 
@@ -157,7 +165,11 @@ def stored_tensor(name: str, info: FileTensor, dtype: DTypeLike | None = None) -
 
 
 def in_file_order(tensors: Iterable[Tensor], form: ExportForm) -> list[Tensor]:
-    """The tensors of a file under their names there, sorted; of some models, experts are in one."""
+    """The tensors of a file under their names there, sorted; of some models, experts are in one.
+
+    The language model alone has no tower.
+    """
+    tensors = [tensor for tensor in tensors if form.whole or not is_of_tower(tensor.name)]
     if form.joined:
         tensors = join_experts(tensors, interleaved=form.interleaved)
     named = (dataclasses.replace(tensor, name=form.file_name(tensor.name)) for tensor in tensors)

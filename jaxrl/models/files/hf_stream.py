@@ -25,6 +25,7 @@ from jaxrl.models.files.hf_save import (
 )
 from jaxrl.models.files.safetensors import Tensor, create_tensors
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
+from jaxrl.models.vision.names import is_of_tower
 
 Box = tuple[slice, ...]  # of an array, with a start and a stop on every axis
 Parts = Iterable[tuple[Box, np.ndarray]]
@@ -51,14 +52,19 @@ def stream_model(
     `dtypes` has the dtype of every parameter by key path. `read(path)` gives the parts of an array,
     which together are all of it; they are cast to the dtype.
     """
-    specs = specs_by_path(cfg)
     form = export_form(cfg, source, text_only=settings.text_only)
+    specs = {
+        path: spec
+        for path, spec in specs_by_path(cfg).items()
+        if form.whole or not is_of_tower(spec.hf)
+    }
     params = {
         name: Tensor(name, np.dtype(dtypes[path]), spec.hf_shape, lambda: np.zeros(0))
         for path, spec in specs.items()
         for name in hf_names(spec)
     }
-    written, copied = in_file_order(params.values(), form), copied_parts(form)
+    written = in_file_order(params.values(), form)
+    copied = copied_parts(form, written)
     layout = {tensor.name: (tensor.dtype, tensor.shape) for tensor in (*written, *copied)}
     files = shard_files(layout, max_shard_bytes)
     with atomic_folder(target) as folder:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxrl.models.config import LoRA, target_name
+from jaxrl.models.vision.names import is_of_tower
 
 TASKS = {"vocab": "CAUSAL_LM", "score": "SEQ_CLS"}
 READ = (
@@ -138,6 +139,13 @@ def is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(name) is str for name in value)
 
 
+def _any_block(name: str) -> str:
+    """A regular expression for a layer of a vision tower in all blocks."""
+    escaped = re.escape(name.removeprefix("model."))
+    numbered = r"(blocks|deepstack_merger_list|layers)\\\."
+    return r"(model\.)?" + re.sub(numbered, r"\1\\.\\d+\\.", escaped)
+
+
 def peft_config(
     lora: LoRA, heads: tuple[str, ...], base: str, *, whole: bool = False
 ) -> dict[str, Any]:
@@ -147,9 +155,12 @@ def peft_config(
     """
     targets: list[str] | str = sorted(lora.targets)
     if whole:
-        names = "|".join(map(re.escape, targets))
-        targets = rf"(.*\.)?language_model\.(.*\.)?({names})"
-        targets += "|lm_head" if "lm_head" in lora.targets else ""
+        vision = [name for name in targets if is_of_tower(name)]
+        names = "|".join(re.escape(name) for name in targets if name not in vision)
+        parts = [rf"(.*\.)?language_model\.(.*\.)?({names})"] if names else []
+        parts += ["lm_head"] if "lm_head" in lora.targets else []
+        parts += map(_any_block, vision)
+        targets = "|".join(parts)
     return {
         "peft_type": "LORA",
         "task_type": TASKS["vocab" if "vocab" in heads else "score"],

@@ -40,6 +40,7 @@ OTHER_PARTS = {
     "vision_adapter.": False,
     "vision_projection.": False,
     "embed_vision.": False,
+    "vision_embedder.": False,
     "audio_tower.": False,
     "embed_audio.": False,
 }

@@ -10,7 +10,8 @@ from jaxrl.json_text import read_object
 from jaxrl.models.files.hf_config import ADVICE, config_path
 from jaxrl.models.files.quantized.tensors import read_tensor
 from jaxrl.models.vision.config import TowerConfig
-from jaxrl.models.vision.files import common_name, tower_files, tower_tensors
+from jaxrl.models.vision.files import tower_files, tower_tensors
+from jaxrl.models.vision.names import common_name
 from jaxrl.models.vision.patches import pack_patches
 from jaxrl.models.vision.tower import Tower
 from jaxrl.models.vision.towers import tower_from_hf, tower_to_hf

@@ -112,6 +112,7 @@ class TowerConfig:
     full_layers: tuple[int, ...] = ()  # with windows, the blocks that see whole images
     token: int = 0  # the placeholder of its tokens in a text
     lora: LoRA | None = None  # its targets are names of `linear_layers` (adapters.py)
+    frozen: bool = False  # training changes the projector only
 
     @property
     def patch_features(self) -> int:

@@ -1,16 +1,19 @@
 """Vision towers in Hugging Face folders: reading, and their tensors for an export."""
 
-import re
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jaxrl.models.files.hf_load import read_param
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.files.hf_load import load_params, read_param
 from jaxrl.models.files.hf_save import merge_tensors, named_tensors
 from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor
 from jaxrl.models.files.safetensors import FLOATS, Tensor
@@ -18,15 +21,11 @@ from jaxrl.models.files.tensor_shapes import mismatches
 from jaxrl.models.files.weight_files import add_once, all_tensors
 from jaxrl.models.spec import hf_names, is_spec, map_specs
 from jaxrl.models.vision.config import TowerConfig
+from jaxrl.models.vision.names import common_name, is_of_tower
 from jaxrl.models.vision.tower import Tower, tower_specs
 from jaxrl.models.vision.towers import known_tower
 from sharding import Rules
 
-# Parts of an image-and-text model, by the start of their names.
-PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.")
-# Published files and those of several versions of transformers differ in these prefixes.
-PREFIX = re.compile(rf"^(model\.)?(?={'|'.join(map(re.escape, PARTS))})")
-INNER = "vision_tower.vision_model."
 # Parameters of the head of SigLIP, whose output no model reads.
 UNUSED = ("vision_tower.head.",)
 
@@ -59,10 +58,15 @@ def load_tower(
     return cfg, map_specs(load, specs)
 
 
-def common_name(name: str) -> str:
-    """A tensor's name without the prefixes in which files differ."""
-    name = PREFIX.sub("", name)
-    return name.replace(INNER, "vision_tower.", 1) if name.startswith(INNER) else name
+def load_whole(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DTypeLike) -> Decoder:
+    """`load_params`, with the tower of the folder if it is a part of the decoder."""
+    model = load_params(folder, rules, decoder, dtype)
+    if decoder.tower is None:
+        return model
+    tower = load_tower(folder, rules=rules, dtype=dtype)[1]
+    tower.cfg = decoder.tower
+    model.tower, model.cfg = nnx.data(tower), dataclasses.replace(model.cfg, tower=decoder.tower)
+    return model
 
 
 def tower_files(folder: Path) -> dict[str, FileTensor]:
@@ -79,11 +83,6 @@ def tower_files(folder: Path) -> dict[str, FileTensor]:
             )
         add_once(tensors, name, info)
     return tensors
-
-
-def is_of_tower(name: str) -> bool:
-    """Whether a tensor of this `common_name` is a parameter of a tower or its projector."""
-    return name.startswith(PARTS)
 
 
 def tower_tensors(tower: Tower, dtype: DTypeLike | None = None) -> Iterator[Tensor]:

@@ -57,11 +57,11 @@ class MeanMerger(nnx.Module):
     def __init__(self, make: MakeParam, cfg: TowerConfig, part: str):
         merger = cfg.merger
         self.n, self.scale = cfg.merge**2, merger.scale
-        self.b, self.s = nnx.data(None), nnx.data(None)
+        self.std_bias, self.std_scale = nnx.data(None), nnx.data(None)
         if merger.standard is not None:
             b, s = merger.standard
-            self.b = nnx.data(make(b, (cfg.D,), (None,), init="zeros"))
-            self.s = nnx.data(make(s, (cfg.D,), (None,), init="ones"))
+            self.std_bias = nnx.data(make(b, (cfg.D,), (None,), init="zeros"))
+            self.std_scale = nnx.data(make(s, (cfg.D,), (None,), init="ones"))
         self.norm = image_norm(make, merger.norm_name, cfg.D, merger.norm)
         (name,), lora = merger.names, cfg.options(part).lora
         self.w, self.linear = nnx.data(None), nnx.data(None)
@@ -74,8 +74,9 @@ class MeanMerger(nnx.Module):
     def __call__(self, x: Float[Array, "B P D"], rules: Rules) -> Float[Array, "B F O"]:
         out = rules.spec("batch", "time", "embed")
         mean = grouped(x, self.n, rules).astype(jnp.float32).mean(axis=2) * self.scale
-        if self.b is not None and self.s is not None:
-            mean = (mean - self.b.astype(jnp.float32)) * self.s.astype(jnp.float32)
+        if self.std_bias is not None and self.std_scale is not None:
+            mean = mean - self.std_bias.astype(jnp.float32)
+            mean = mean * self.std_scale.astype(jnp.float32)
         x = self.norm(mean.astype(x.dtype))
         if self.linear is not None:
             return jax.reshard(self.linear(x, rules), out)

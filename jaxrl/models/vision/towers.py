@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.json_text import read_object, shown
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_config import ADVICE, config_path
 from jaxrl.models.files.hf_entries import is_list_of, is_number, wrong
@@ -36,6 +37,19 @@ def known_tower(path: Path) -> TowerConfig:
             f"{path} has no vision tower of a known kind; model types with one: {', '.join(TOWERS)}"
         )
     return cfg
+
+
+def with_trained_tower(
+    decoder: DecoderConfig, tower: TowerConfig | None, freeze_vision: str
+) -> DecoderConfig:
+    """The decoder with the tower as a part if config.model.freeze_vision lets training change it.
+
+    "all" is frozen, the "tower" below its projector, or "none".
+    """
+    if tower is None or freeze_vision == "all":
+        return decoder
+    trained = dataclasses.replace(tower, frozen=freeze_vision == "tower")
+    return dataclasses.replace(decoder, tower=trained)
 
 
 def _read_tower(path: Path) -> TowerConfig | None:

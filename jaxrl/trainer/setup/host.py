@@ -137,7 +137,7 @@ def open_environments(cfg: RunConfig, stack: contextlib.ExitStack) -> Environmen
     if not cfg.env.episodes:
         return None
     pool = stack.enter_context(EnvironmentPool(cfg.env))
-    return Agents(pool, stack.enter_context(AgentEndpoint())) if cfg.env.agent else pool
+    return Agents(pool, stack.enter_context(AgentEndpoint())) if cfg.env.program else pool
 
 
 def check_items(host: HostSide) -> None:

@@ -24,9 +24,9 @@ from jaxrl.models.files.adapter import (
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors, frozen_parts
-from jaxrl.models.lora import adapters, check_frozen_parts
+from jaxrl.models.lora import adapters, check_frozen_parts, frozen_tensors
 from jaxrl.models.vision.config import TowerConfig
-from jaxrl.models.vision.towers import known_tower
+from jaxrl.models.vision.towers import known_tower, with_trained_tower
 from jaxrl.tracking.progress import Progress
 from sharding import hosts
 
@@ -80,6 +80,7 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         tower = known_tower(policy) if cfg.data.images else None
         if prints_date(renderer.template):
             progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
+        decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
         check_one_tower(cfg)
         check_critic(cfg, folders.critic, renderer.tokenizer)
         check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
@@ -189,7 +190,8 @@ def check_adapters(cfg: RunConfig, folders: ModelFolders, policy: DecoderConfig)
     Those in config.lora.path must fit too, unless the run has them in a checkpoint already.
     """
     if cfg.lora.rank:
-        check_frozen_parts(cfg.lora.target_modules, frozen_parts(folders.policy))
+        frozen = frozen_tensors(frozen_parts(folders.policy), policy)
+        check_frozen_parts(cfg.lora.target_modules, frozen)
     separate_critic = cfg.has_critic and not cfg.critic.shared
     for backbone in (policy, *([model_config(folders.critic)] if separate_critic else [])):
         decoder_specs(dataclasses.replace(backbone, lora=adapters(cfg.lora, backbone)))

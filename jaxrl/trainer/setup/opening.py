@@ -32,6 +32,7 @@ from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.files.kept_record import write_record
 from jaxrl.models.lora import with_base
+from jaxrl.models.vision.files import load_whole
 from jaxrl.planner.chips import chip_of
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.rewards.pool import RewardPool
@@ -52,6 +53,7 @@ from jaxrl.trainer.offline.objective import (
     with_objective,
 )
 from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
+from jaxrl.trainer.phases.update import load_reference_tower
 from jaxrl.trainer.setup.devices import Policy, open_plan, open_policy
 from jaxrl.trainer.setup.engines import (
     check_rollout_layout,
@@ -263,7 +265,7 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
     session.stack.callback(checkpoints.close)
     state, saved = load_state(host, devices.policy, learner, checkpoints)
     if learner.encoder is not None:
-        learner.encoder.load()
+        learner.encoder.load(state.params.tower)
     step = saved.get("step", 0)
     contents = {name: content(items) for name, items in host.datasets.items()}
     if saved:
@@ -308,6 +310,7 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         in_flight=(lambda: saved["in_flight"]) if "in_flight" in saved else None,
         demonstrations=host.demonstrations,
     )
+    load_reference_tower(core)
     check_disk(core)
     return core
 
@@ -361,7 +364,7 @@ def load_state(
         critic.restore(saved.critic)
     params = saved.params
     if policy.decoder.lora is not None:
-        base = load_params(models.folders.policy, rules, policy.decoder, policy.dtype)
+        base = load_whole(models.folders.policy, rules, policy.decoder, policy.dtype)
         params = with_base(params, base)
     return dataclasses.replace(saved, params=params, critic=None), values
 
@@ -374,7 +377,7 @@ def load_reference(host: HostSide, learner: Learner, state: TrainState, step: in
         ref = layout.copy(state.params)
     else:
         with layout.on_mesh():
-            ref = load_params(folder, layout.rules, learner.ref_decoder, layout.dtype)
+            ref = load_whole(folder, layout.rules, learner.ref_decoder, layout.dtype)
     return to_host(ref) if "reference" in cfg.learner.offload else ref
 
 

@@ -53,7 +53,7 @@ def source(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen2_5_vl", "qwen3_5", "qwen3_vl"])
 def test_an_unchanged_model_is_exported_bit_for_bit(name, tmp_path):
     """Names differ: language_model.model, model.layers, model.language_model."""
     convert_model(TOWERS / name, tmp_path / "out", max_shard_bytes=20_000)

@@ -219,3 +219,32 @@ def test_sections_that_transformers_reads_in_another_way_are_refused(entries, me
     )
     with pytest.raises(ValueError, match=message):
         config_from_hf(config)
+
+
+@pytest.mark.parametrize("layers", [{}, {"2": {}, "5": {}}])
+def test_layers_of_gemma4_without_sizes_have_those_of_the_others(layers, tmp_path):
+    """As transformers reads it: `per_layer_config` replaces both entries of global layers."""
+    config = golden_config("gemma4") | dict(per_layer_config=layers, global_head_dim=64)
+    assert {(mixer.K, mixer.H) for mixer in config_from_hf(config).attention_layers} == {(2, 16)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.per_layer_config[2].head_dim == 16
+    exported = config_to_hf(config_from_hf(config))
+    assert config_from_hf(exported) == config_from_hf(config)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"2": {"head_dim": 8}},  # not in layer 5
+        {"0": {"head_dim": 8}},  # a layer with a window
+        {"2": {"sliding_window": 8}, "5": {"sliding_window": 8}},
+        {"x": {}},
+        {"2": 5, "5": 5},
+        [],
+    ],
+    ids=str,
+)
+def test_other_sizes_of_single_layers_of_gemma4_are_refused(layers):
+    with pytest.raises(ValueError, match="per_layer_config is"):
+        config_from_hf(golden_config("gemma4") | dict(per_layer_config=layers))

@@ -128,7 +128,7 @@ def test_layers_after_the_last_one_are_refused_if_the_config_has_no_drafter(tmp_
 def test_a_classifier_has_no_drafter(tmp_path):
     source = folder_with(DRAFTER, tmp_path / "source")
     cfg = folder_config(source)
-    assert [tensor.name for tensor in copied_parts(export_form(cfg, source))] == [
+    assert [tensor.name for tensor in copied_parts(export_form(cfg, source), ())] == [
         "mtp.fc.weight",
         "mtp.norm.weight",
         "model.visual.pos_embed.weight",

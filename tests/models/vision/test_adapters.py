@@ -8,41 +8,62 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import LoRAConfig
-from jaxrl.models.vision.adapters import add_tower_adapters, linear_layers, tower_adapters
+from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.lora import adapters, with_new_parts
+from jaxrl.models.vision.adapters import linear_layers
 from jaxrl.models.vision.files import load_tower, tower_tensors
 from jaxrl.models.vision.patches import pack_patches
 from jaxrl.models.vision.tower import tower_specs
-from jaxrl.models.vision.towers import folder_tower
+from jaxrl.models.vision.towers import folder_tower, with_trained_tower
 from sharding import TRAIN
 from tests.models.vision.images import GOLDEN, golden_images
 
 
-def lora(name: str, *targets: str, **changes):
+def lora(name: str, *targets: str, freeze: str = "none", **changes):
+    """(tower, adapters of a model whose tower is trained)."""
     cfg = folder_tower(GOLDEN / name)
     assert cfg is not None
+    decoder = with_trained_tower(model_config(GOLDEN / "qwen3_vl"), cfg, freeze)
     changes = dict(rank=2, target_modules=targets) | changes
-    return cfg, tower_adapters(LoRAConfig(**changes), cfg)
+    return cfg, adapters(LoRAConfig(**changes), decoder)
 
 
 def test_linear_layers_have_their_names_in_files_without_numbers():
-    cfg, _ = lora("qwen3_vl")
-    assert linear_layers(cfg) == {
+    cfg = folder_tower(GOLDEN / "qwen3_vl")
+    assert cfg is not None
+    blocks = {
         "model.visual.blocks.attn.qkv": (48, 16),
         "model.visual.blocks.attn.proj": (16, 16),
         "model.visual.blocks.mlp.linear_fc1": (24, 16),
         "model.visual.blocks.mlp.linear_fc2": (16, 24),
+    }
+    projector = {
         "model.visual.merger.linear_fc1": (64, 64),
         "model.visual.merger.linear_fc2": (8, 64),
         "model.visual.deepstack_merger_list.linear_fc1": (64, 64),
         "model.visual.deepstack_merger_list.linear_fc2": (8, 64),
     }
-    assert "visual.merger.mlp.0" in linear_layers(lora("qwen2_5_vl")[0])
+    assert linear_layers(cfg) == blocks | projector
+    assert linear_layers(dataclasses.replace(cfg, frozen=True)) == projector
+    other = folder_tower(GOLDEN / "qwen2_5_vl")
+    assert other is not None
+    assert "visual.merger.mlp.0" in linear_layers(other)
 
 
-@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "o_proj"), ("qkv",)])
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "o_proj")])
 def test_names_of_the_language_model_choose_no_layer_of_the_tower(targets):
-    assert lora("qwen3_vl", *targets)[1] is None
-    assert lora("gemma3", *targets)[1] is None
+    for name in ("qwen3_vl", "gemma3"):
+        with pytest.raises(ValueError, match="chooses none of its layers: add some of"):
+            lora(name, *targets)
+
+
+def test_both_parts_have_adapters_by_their_names():
+    _, chosen = lora("qwen3_vl", "q_proj", r"visual\.merger\..*", freeze="tower")
+    assert chosen is not None
+    merger = "model.visual.merger.linear_fc"
+    assert chosen.targets == ("q_proj", f"{merger}1", f"{merger}2")
+    with pytest.raises(ValueError, match="matches no linear layer of this model"):
+        lora("qwen3_vl", "q_proj", r"visual\.blocks\..*", freeze="tower")
 
 
 def test_layers_within_layers_have_two_names():
@@ -67,13 +88,13 @@ def test_the_projector_alone_is_chosen_by_its_name():
 
 
 def test_excluded_layers_have_none_and_ranks_are_checked():
-    _, chosen = lora("gemma3", "vision_tower.*", exclude_modules=(r".*\.mlp\..*",))
+    _, chosen = lora("gemma3", ".*vision_tower.*", exclude_modules=(r".*vision.*\.mlp\..*",))
     assert chosen is not None
     assert {name.rpartition(".")[2] for name in chosen.targets} == {
         *("q_proj", "k_proj", "v_proj", "out_proj")
     }
     with pytest.raises(ValueError, match="rank=17 is above the rank of"):
-        lora("gemma3", "vision_tower.*", rank=17)
+        lora("gemma3", ".*vision_tower.*", rank=17)
 
 
 @pytest.mark.thorough
@@ -81,10 +102,10 @@ def test_excluded_layers_have_none_and_ranks_are_checked():
 def test_new_adapters_change_nothing_and_an_export_has_them(options, one_device):
     """The merged weights of an export give the features of the tower with adapters."""
     cfg, base = load_tower(GOLDEN / "qwen3_5", rules=TRAIN)
-    targets = LoRAConfig(rank=2, target_modules=(r"visual\..*",), **options)
-    chosen = tower_adapters(targets, cfg)
+    _, chosen = lora("qwen3_5", r"visual\..*", **options)
     assert chosen is not None
-    tower = add_tower_adapters(base, chosen, seed=0, rules=TRAIN, dtype=jnp.float32)
+    specs = tower_specs(dataclasses.replace(cfg, lora=chosen))
+    tower = with_new_parts(base, specs, chosen, seed=0, rules=TRAIN, dtype=jnp.float32)
     images, *_ = golden_images("qwen3_5")
     rows = jax.tree.map(jnp.asarray, pack_patches(cfg, [images[:1]], 24))
     run = jax.jit(lambda tower: tower(rows, rules=TRAIN)[0])

@@ -23,3 +23,27 @@ def test_a_run_that_lost_its_workers_resumes_with_fewer(workers, config):
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[-1]["workers/ready"] == 1
     assert all(line["buffer/dropped"] == 0 and line["staleness/max"] <= 1 for line in lines)
+
+
+@pytest.mark.thorough
+def test_updates_replay_the_experts_of_workers_as_those_of_an_engine_in_the_run(
+    workers, config, tiny_experts
+):
+    """The workers' int8 weights choose other experts than training, in one step of one version."""
+    config.model.path, config.rollout.dtype = str(tiny_experts), "int8"
+    config.total_steps, config.eval.every = 1, 0
+    config.learner.router_replay = "R3"
+    remote = first_step(config)
+    config.schedule.mode, config.schedule.rollout_workers = "sync", 0
+    config.run_dir += "_engine"
+    local = first_step(config)
+    assert remote == pytest.approx(local, rel=1e-5)
+    assert 0 < remote["router/changed_fraction"] < 0.5
+
+
+def first_step(config):
+    """The metrics of the rollout and of training with its tokens and experts."""
+    assert train(resolve(config))
+    [line] = [line for line in metrics(config.run_dir) if "reward/mean" in line]
+    kept = ("reward/", "router/", "mismatch/", "loss/", "rollout/response_len")
+    return {name: value for name, value in line.items() if name.startswith(kept)}
