@@ -21,7 +21,7 @@ Number = float | int
 # (observation, reward, done) or (observation, reward, done, counts)
 StepResult = tuple[Observation, Number, bool] | tuple[Observation, Number, bool, dict[str, Number]]
 
-KEY, AGENT_KEY = "env.name", "env.agent"
+KEY, AGENT_KEY, COMMAND_KEY = "env.name", "env.agent", "env.command"
 BUILT_IN = {
     "calculator": "jaxrl.environments.builtin.calculator:Calculator",
     "calculator_tool": "jaxrl.environments.builtin.calculator:CalculatorTool",

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.config.keys import EnvConfig
 from jaxrl.data.images.placeholders import with_own_images
-from jaxrl.environments.api import AGENT_KEY, KEY, StepLimits, Turn
+from jaxrl.environments.api import AGENT_KEY, COMMAND_KEY, KEY, StepLimits, Turn
 from jaxrl.environments.messages import read_turn
 from jaxrl.subprocesses.channel import Channel, ProtocolError, wait
 from jaxrl.subprocesses.output import OutputLog, print_line
@@ -42,15 +42,16 @@ class _Episode:
 class EnvironmentPool:
     """Up to cfg.workers episodes at a time. Use as a context manager, or call close().
 
-    An episode is an object of env.name, or one call of the agent env.agent. The constructor returns
-    once its module is imported. Raises ValueError for an unknown name or a failed import. `write`
-    gets each line that episodes print. Not
+    An episode is an object of env.name, one call of the agent env.agent, or one run of env.command.
+    The constructor returns once its module is imported. Raises ValueError for an unknown name, a
+    failed import or a program that does not exist. `write` gets each line that episodes print. Not
     thread-safe.
     """
 
     def __init__(self, cfg: EnvConfig, *, write: Callable[[str], None] = print_line):
         self._cfg = cfg
-        self._key, self._spec = (AGENT_KEY, cfg.agent) if cfg.agent else (KEY, cfg.name)
+        specs = {KEY: cfg.name, AGENT_KEY: cfg.agent, COMMAND_KEY: cfg.command}
+        self._key, self._spec = next((key, spec) for key, spec in specs.items() if spec)
         self._limits = StepLimits(
             cfg.timeout_s, cfg.tool_timeout_s, cfg.max_calls_per_turn, cfg.max_result_chars
         )
@@ -172,7 +173,7 @@ class EnvironmentPool:
 
     def _too_late(self, number: int) -> str:
         limit_s = f"{self._episodes[number].limit_s:g} s"
-        if self._cfg.agent:
+        if self._cfg.program:
             return f"no request of the agent within {limit_s} (env.timeout_s)"
         return f"no answer within {limit_s} (env.timeout_s, and env.tool_timeout_s per tool call)"
 

@@ -21,12 +21,14 @@ from jaxrl.environments.agent import AgentProgram
 from jaxrl.environments.api import (
     AGENT_KEY,
     BUILT_IN,
+    COMMAND_KEY,
     KEY,
     Environment,
     EnvironmentFactory,
     StepLimits,
     Turn,
 )
+from jaxrl.environments.command import CommandAgent
 from jaxrl.environments.messages import write_turn
 from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
 from jaxrl.json_text import Message
@@ -70,9 +72,10 @@ def load_program(
     key: str, spec: str, limits: StepLimits
 ) -> tuple[RunProgram, list[dict[str, Any]]]:
     """(what an episode's process runs, the tools that the environment offers)."""
-    if key == AGENT_KEY:
-        agent = AgentProgram(load_plugin(spec, built_in={}, key=key), spec)
-        return functools.partial(run_agent, agent=agent), []
+    if key in (AGENT_KEY, COMMAND_KEY):
+        by_command = key == COMMAND_KEY
+        agent = CommandAgent(spec) if by_command else load_plugin(spec, built_in={}, key=key)
+        return functools.partial(run_agent, agent=AgentProgram(agent, spec)), []
     factory = load_plugin(spec, built_in=BUILT_IN, key=key)
     tools = check_factory(factory, spec)
     return functools.partial(run_episode, factory=factory, limits=limits), tools

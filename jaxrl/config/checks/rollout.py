@@ -1,5 +1,6 @@
 """Rules between the keys of the engine, sampling, validation and environments."""
 
+from jaxrl.config.agent_command import command_words
 from jaxrl.config.choices import ENVIRONMENTS, FULL_KLS
 from jaxrl.config.keys import RunConfig, ScoringConfig
 from jaxrl.config.schema import did_you_mean, is_import_path, to_dict
@@ -121,15 +122,18 @@ def _env_errors(run: RunConfig) -> list[str]:
             f"env.agent={env.agent!r} is no function; set 'path/to/file.py:function' or "
             "'package.module:function'"
         )
-    if env.agent and name:
+    kinds = {"env.name": env.name, "env.agent": env.agent, "env.command": env.command}
+    given = [f"{key}={value!r}" for key, value in kinds.items() if value]
+    if len(given) > 1:
         errors.append(
-            f"env.name={env.name!r} and env.agent={env.agent!r} are two kinds of episodes; set one "
-            "of them"
+            f"{' and '.join(given)} are {len(given)} kinds of episodes; set one of them alone"
         )
-    if env.episode_timeout_s and not env.agent:
+    if env.command:
+        errors += _command_errors(env.command)
+    if env.episode_timeout_s and not env.program:
         errors.append(
             f"env.episode_timeout_s={env.episode_timeout_s:g} limits episodes of an agent, but "
-            "env.agent is empty; set env.agent, or env.episode_timeout_s=0"
+            "env.agent and env.command are empty; set one of them, or env.episode_timeout_s=0"
         )
     is_scored = "environment" in run.reward.functions
     if name and not is_scored:
@@ -140,15 +144,24 @@ def _env_errors(run: RunConfig) -> list[str]:
         )
     if is_scored and not env.episodes:
         errors.append(
-            "reward.functions has 'environment', but env.name and env.agent are empty; set one of "
-            "them, or other functions"
+            "reward.functions has 'environment', but env.name, env.agent and env.command are "
+            "empty; set one of them, or other functions"
         )
     return errors
 
 
+def _command_errors(command: str) -> list[str]:
+    try:
+        command_words(command)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def _rendered_errors(run: RunConfig) -> list[str]:
     """Readers of messages that would render a rendered prompt again."""
-    readers = {"env.name": run.env.name, "env.agent": run.env.agent}
+    env = run.env
+    readers = {"env.name": env.name, "env.agent": env.agent, "env.command": env.command}
     readers |= {"reward_model.path": run.reward_model.path}
     return [
         f"data.rendered_prompts=True leaves no messages, which {key}={value!r} renders; set it to "

@@ -256,6 +256,12 @@ class EnvConfig:
         "'path/to/file.py:function' or 'package.module:function', with options after a '?'; '' = "
         "none",
     )
+    command: str = key(
+        "",
+        "Agent for multi-turn rollouts, instead of `agent`: a program and its arguments, run once "
+        "per episode without a shell; {base_url}, {api_key}, {prompt}, {task}, {seed} and {folder} "
+        "are replaced; '' = none",
+    )
     max_turns: int = key(8, "Maximum model turns per episode", ge=1)
     workers: int = key(
         64,
@@ -290,9 +296,14 @@ class EnvConfig:
     )
 
     @property
+    def program(self) -> str:
+        """The function or the command of an agent; "" for environments and single turns."""
+        return self.agent or self.command
+
+    @property
     def episodes(self) -> str:
         """The environment or the agent; "" for single-turn rollouts."""
-        return self.name or self.agent
+        return self.name or self.program
 
 
 @dataclasses.dataclass(frozen=True)

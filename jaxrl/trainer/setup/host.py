@@ -143,7 +143,7 @@ def open_environments(
     if not cfg.env.episodes:
         return None
     pool = stack.enter_context(EnvironmentPool(cfg.env))
-    if not cfg.env.agent:
+    if not cfg.env.program:
         return pool
     return Agents(pool, stack.enter_context(AgentEndpoint(images)))
 

@@ -3,6 +3,7 @@ program plays over HTTP."""
 
 import re
 import socket
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -413,6 +414,27 @@ def test_a_failing_agent_ends_only_its_episode(agents, renderer):
         assert re.search(reason or "^$", rollout.episode.error), rollout.episode.error
         assert rollout.finish == ("error" if reason else "stop")
         assert rollout.n_loss_tokens == (0 if reason.startswith("without") else 3)
+
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[3])
+from agents import two_turns
+print(json.dumps(two_turns(sys.argv[1], "", json.load(open(sys.argv[2])))))
+"""
+
+
+def test_a_command_is_an_agent(folder, renderer):
+    (folder / "program.py").write_text(PROGRAM)
+    command = f"{sys.executable} {folder}/program.py {{base_url}} {{task}} {folder}"
+    with (
+        EnvironmentPool(EnvConfig(command=command, workers=3, timeout_s=60.0)) as pool,
+        AgentEndpoint() as endpoint,
+    ):
+        script = ["ab<|im_end|>", "d<|im_end|>"]
+        ((rollout,), _) = play(Agents(pool, endpoint), renderer, ["5"], script, needs_reward=True)
+    assert rollout.episode.error == "" and rollout.episode.reward == 1.5
+    assert rollout.episode.counts["calls"] == 2 and rollout.episode.n_turns == 2
 
 
 def test_an_agent_that_hangs_is_ended(folder, renderer):
