@@ -1,5 +1,8 @@
 """Tests of episodes with images: their tokens, places, positions and logprobs."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -12,6 +15,7 @@ from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.images.references import IMAGE
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.evaluate import evaluate, read
 from jaxrl.learner.image_encoder import EncodedImage, ImageEncoder
 from jaxrl.rollout.loop import generate
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
@@ -157,11 +161,11 @@ def test_an_image_that_cannot_be_used_ends_its_episode(reader, vlm, frames):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["sync", "partial"])
-def test_the_trainer_computes_the_logprobs_of_the_engine(image_config, frames, mode):
+def test_logprobs_are_the_engines_and_evaluation_is_validation(image_config, frames, mode):
     image_config.env.name = f"{frames}:Frames"
     image_config.reward.functions = ("environment",)
     image_config.schedule.mode = mode
-    image_config.learner.lr = 1e-12  # weights that change would be a difference of their own
+    image_config.learner.lr = 1e-12  # weights that change would differ, too
     image_config.data.max_prompt_len = 96
     image_config.data.max_response_len = 160
     image_config.rollout.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
@@ -170,3 +174,8 @@ def test_the_trainer_computes_the_logprobs_of_the_engine(image_config, frames, m
     assert len(gaps) == 2 and max(gaps) < 1e-4
     assert max(values(image_config.run_dir, "env/turns")) > 1.5
     assert min(values(image_config.run_dir, "rollout/prefix_hit_rate")) > 0.3
+    if mode == "sync":
+        assert evaluate(read([f"--model={image_config.run_dir}"]))
+        found = json.loads(Path(image_config.run_dir, "evaluation", "summary.json").read_text())
+        validated = values(image_config.run_dir, "val/reward")[-1]
+        assert found["results"]["all"]["reward"] == pytest.approx(validated, abs=1e-7)

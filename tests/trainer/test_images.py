@@ -45,6 +45,7 @@ def test_rollouts_with_images_resume_bitwise(image_config, tmp_path, mode):
     image_config.data.max_response_len = 16
     image_config.data.prompts_per_step = image_config.rollout.n = 2
     image_config.rollout.steps_per_dispatch, image_config.rollout.max_num_seqs = 2, 4
+    image_config.rollout.sampling.stop = tuple("aeiou012 .,")  # lengths that differ
 
     def run(name, n_steps):
         image_config.run_dir, image_config.total_steps = str(tmp_path / name), n_steps
@@ -54,7 +55,6 @@ def test_rollouts_with_images_resume_bitwise(image_config, tmp_path, mode):
     whole = run("whole", 3)
     run("resumed", 2)
     assert_same_weights(whole, run("resumed", 3))
-    assert max(values(whole, "rollout/versions_per_response")) > 1
     for name in ("reward/mean", "loss/policy", "mismatch/logp_diff_max"):
         assert values(whole, name) == values(tmp_path / "resumed", name)
     assert values(whole, "mismatch/logp_diff_max")[0] < 1e-4  # of the first weights

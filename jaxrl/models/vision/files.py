@@ -92,7 +92,7 @@ def same_tower(folder: Path, other: Path) -> bool:
     )
 
 
-def _content(info: FileTensor) -> tuple[str, tuple[int, ...], bytes]:
+def _content(info: FileTensor) -> tuple[np.dtype, tuple[int, ...], bytes]:
     with info.path.open("rb") as file:
         file.seek(info.start)
         return info.dtype, tuple(info.shape), file.read(info.n_bytes)

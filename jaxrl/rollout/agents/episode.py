@@ -79,7 +79,7 @@ class Branch:
         return Episode(prompt_messages=self.messages[:n], completion_messages=self.messages[n:])
 
     def tokens(self, end: TurnEnd) -> PlacedTokens:
-        """What the model saw and wrote up to a turn."""
+        """The tokens that the model saw and wrote up to a turn."""
         return self.response.placed.first(len(self.response.prompt.tokens) + end.n_tokens)
 
 

@@ -78,7 +78,7 @@ def open_engines(
 
 
 def open_images(models: Models, encoder: ImageEncoder | None) -> EpisodeImages | None:
-    """What rollouts with images need; None in a run without images."""
+    """The reader and the encoder of images for rollouts; None in a run without images."""
     if encoder is None:
         return None
     assert models.images is not None, "a run with a tower reads images"
