@@ -1,6 +1,7 @@
 """Objective of one packed micro-batch from the logprobs and values of its targets."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxrl.algorithms.segment import segment_sum
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.config.parts import parse_parts
+from jaxrl.config.rejections import rejections
 from jaxrl.learner.requirements import kl_in_loss, needs_every_response, ratio_source
 from jaxrl.learner.router import no_load
 from jaxrl.models.config import DecoderConfig
@@ -267,9 +269,13 @@ def importance_weights(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[
 
 
 def accepted_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
-    """0 at the tokens that the configured rejection masks, 1 elsewhere."""
-    row = lookup(REJECTIONS, cfg.rejection, "algorithm.rejection")
-    return jax.lax.stop_gradient(apply(row, inputs | {"log_ratio": inputs["mismatch"]}, cfg))
+    """0 at the tokens that one of the configured rejections masks, 1 elsewhere."""
+    inputs = inputs | {"log_ratio": inputs["mismatch"]}
+    masks = [
+        apply(lookup(REJECTIONS, name, "algorithm.rejection"), inputs, bounds)
+        for name, bounds in rejections(cfg)
+    ]
+    return jax.lax.stop_gradient(math.prod(masks[1:], start=masks[0]))
 
 
 def on_policy_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:

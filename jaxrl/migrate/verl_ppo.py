@@ -2,13 +2,12 @@
 
 import math
 
-from jaxrl.config.choices import RATIO_REJECTIONS, REJECTIONS
 from jaxrl.migrate.migration import DIFFERS, UNNEEDED, Migration
+from jaxrl.migrate.verl_correction import correction
 from jaxrl.migrate.verl_names import (
     ACTOR,
     ADVANTAGES,
     AGGREGATIONS,
-    CORRECTION,
     CRITIC,
     DEFAULTS,
     DISTILLATION,
@@ -382,59 +381,3 @@ def router_replay(found: Migration, prefixes: tuple[str, ...]) -> None:
             found.choose(name, modes, "learner.router_replay")
     if found.config.get("learner.router_replay") == "R2":
         found.config["algorithm.old_logp"] = "recompute"
-
-
-def correction(found: Migration) -> None:
-    """Rollout correction: importance weights and rejection between engine and trainer."""
-    bypass = found.get(CORRECTION + "bypass_mode", False)
-    reinforce = found.get(CORRECTION + "loss_type", "ppo_clip") == "reinforce"
-    kinds = {"None": "none", "token": "token_tis", "sequence": "seq_tis"}
-    if bypass:
-        found.config["algorithm.old_logp"] = "rollout"
-        if reinforce:
-            found.config["algorithm.policy_loss"] = "policy_gradient"
-    if bypass and not reinforce and found.settings.values.get(CORRECTION + "rollout_is"):
-        found.note(
-            UNNEEDED,
-            CORRECTION + "rollout_is",
-            "with bypass_mode the ratio itself is against the engine's logprobs",
-        )
-    else:
-        found.choose(CORRECTION + "rollout_is", kinds, "algorithm.correction")
-    if found.config.get("algorithm.correction", "none") != "none":
-        weight_bounds(found)
-        normalize = CORRECTION + "rollout_is_batch_normalize"
-        found.carry(normalize, "algorithm.correction_normalize")
-    names = {name: name for name in REJECTIONS} | {"None": "none"}
-    found.choose(CORRECTION + "rollout_rs", names, "algorithm.rejection")
-    rejection = found.config.get("algorithm.rejection", "none")
-    if rejection == "none":
-        return
-    bounds = str(found.get(CORRECTION + "rollout_rs_threshold", ""))
-    if rejection in RATIO_REJECTIONS:
-        low, high = ratio_bounds(bounds)
-        found.config |= {"algorithm.rejection_low": low, "algorithm.rejection_high": high}
-    else:
-        found.config["algorithm.rejection_max"] = float(bounds or 0.01)
-
-
-def weight_bounds(found: Migration) -> None:
-    """The maximum of importance weights; with a minimum, "low_high", those outside are masked."""
-    bounds = str(found.get(CORRECTION + "rollout_is_threshold", 2.0))
-    low, _, high = bounds.rpartition("_")
-    if low:
-        masks = {"token_tis": "icepop", "seq_tis": "seq_icepop"}
-        found.config["algorithm.correction"] = masks[found.config["algorithm.correction"]]
-        found.config["algorithm.correction_low"] = float(low)
-    found.config["algorithm.correction_high"] = float(high)
-
-
-def ratio_bounds(bounds: str) -> tuple[float, float]:
-    """Bounds of the trainer's over the engine's probability.
-
-    verl bounds the engine's over the trainer's, as "low_high" or one number for 1 / high and high.
-    """
-    low, _, high = bounds.partition("_")
-    if not high:
-        low, high = str(1 / float(low or 2.0)), low or "2.0"
-    return 1 / float(high), 1 / float(low)

@@ -358,6 +358,25 @@ WRONG = [
         "correction_low=3.0 is not below algorithm.correction_high=2.0",
     ),
     (
+        dict(algorithm__more_rejections=("seq_max_k2?max=3",)),
+        "algorithm.rejection='none'; set one of them as algorithm.rejection",
+    ),
+    (
+        dict(algorithm__rejection="seq_mean_k1", algorithm__more_rejections=("seq_max_k4",)),
+        "'seq_max_k4' is not known; did you mean",
+    ),
+    (
+        dict(algorithm__rejection="seq_mean_k1", algorithm__more_rejections=("token_k1?low=2",)),
+        "write 'token_k1?low=...&high=...'",
+    ),
+    (
+        dict(
+            algorithm__rejection="seq_mean_k1",
+            algorithm__more_rejections=("token_k1?low=2&high=1",),
+        ),
+        "low is not below high",
+    ),
+    (
         dict(algorithm__rejection="seq_mean_k1", algorithm__rejection_high=0.5),
         "rejection_low=0.99 is not below algorithm.rejection_high=0.5",
     ),

@@ -209,6 +209,25 @@ def test_the_mismatch_is_that_of_the_policy_at_the_start_of_the_step():
     np.testing.assert_allclose(means["mismatch/kl"], (np.exp(d) - 1 - d).mean(), rtol=1e-4)
 
 
+def test_a_token_is_rejected_that_one_of_several_masks_rejects():
+    single = dict(policy_loss="policy_gradient", old_logp="recompute", rejection="token_k1")
+    single |= dict(rejection_low=0.9, rejection_high=1.15)
+    cfg = run_config(**single, more_rejections=("token_k2?max=0.005", "seq_max_k2?max=0.05"))
+    got, _, _ = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    alone = loss_and_gradient(run_config(**single), *LAYOUTS["one micro-batch"])[0]
+    sums, weight, n_kept = 0.0, 0, []
+    for r, logp, old in zip(ROLLOUTS, LOGPS, OLDS, strict=True):
+        d = old - r.rollout_logp
+        masks = [(np.exp(d) >= 0.9) & (np.exp(d) <= 1.15), d**2 / 2 <= 0.005]
+        masks.append(np.full(len(d), (d**2 / 2).max() <= 0.05))
+        accepted = np.all(masks, axis=0)
+        sums, weight = sums + (accepted * -r.advantages * logp).sum(), weight + accepted.sum()
+        n_kept.append([mask.sum() for mask in masks])
+    assert len(set(map(tuple, np.array(n_kept).T))) == 3  # three different masks
+    np.testing.assert_allclose(got, sums / weight, rtol=1e-5)
+    assert abs(got - alone) > 1e-4
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 @pytest.mark.parametrize("scope", ["all", "policy_loss"])
 def test_rejected_tokens_leave_all_terms_or_the_policy_loss_alone(scope, aggregation):

@@ -249,6 +249,21 @@ def test_rollout_corrections_keep_their_names_and_invert_their_ratio():
     assert found.config["algorithm.rejection_max"] == 0.02
 
 
+def test_several_rejections_have_a_threshold_each_or_one_for_all():
+    name = "algorithm.rollout_correction.rollout_rs"
+    found = migrate({name: "seq_max_k2, token_k1", name + "_threshold": "2.5,0.5_1.25"})
+    assert found.config["algorithm.rejection"] == "seq_max_k2"
+    assert found.config["algorithm.rejection_max"] == 2.5
+    assert found.config["algorithm.more_rejections"] == ("token_k1?low=0.8&high=2",)
+    found = migrate({name: "token_k3,seq_max_k3", name + "_threshold": 0.5})
+    assert found.config["algorithm.rejection_max"] == 0.5
+    assert found.config["algorithm.more_rejections"] == ("seq_max_k3?max=0.5",)
+    found = migrate({name: "token_k1,token_k2,token_k3", name + "_threshold": "1,2"})
+    assert name + "_threshold" in notes(found, REFUSED)
+    found = migrate({name: "token_k1,token_k9", name + "_threshold": 2})
+    assert "token_k9 is not known" in notes(found, REFUSED)[name]
+
+
 def test_two_bounds_of_importance_weights_mask_what_is_outside():
     section = "algorithm.rollout_correction.rollout_is"
     config = migrate({section: "token", section + "_threshold": "0.5_4.0"}).config

@@ -12,6 +12,7 @@ from jaxrl.config.choices import (
 )
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.preconditions import unmet
+from jaxrl.config.rejections import read_rejection
 from jaxrl.config.schema import flatten, is_import_path, to_dict
 
 SHARED_CRITIC_KEYS = ("shared", "loss_coef", "value_clip")
@@ -98,12 +99,21 @@ def _policy_loss_warnings(run: RunConfig) -> list[str]:
 
 def _rejection_warnings(algorithm: AlgorithmConfig) -> list[str]:
     name, low, high = algorithm.rejection, algorithm.rejection_low, algorithm.rejection_high
+    of_tokens = [spec for spec in algorithm.more_rejections if spec.startswith("token_")]
+    warnings = [
+        f"algorithm.policy_loss={algorithm.policy_loss!r} with algorithm.more_rejections "
+        f"{spec!r}: the loss is one term per response, so rejected tokens only scale it down; set "
+        "rejections of responses, such as 'seq_max_k2?max=3'"
+        for spec in of_tokens
+        if algorithm.policy_loss in RESPONSE_LOSSES
+    ]
     if name not in ("token_k1", "seq_sum_k1") or (low, high) != (0.99, 1.01):
-        return []
+        return warnings
     return [
+        *warnings,
         f"algorithm.rejection={name!r} with algorithm.rejection_low=0.99 and "
         "algorithm.rejection_high=1.01, which fit the geometric mean of a response "
-        "('seq_mean_k1'), rejects almost everything; set for example 0.5 and 2.0"
+        "('seq_mean_k1'), rejects almost everything; set for example 0.5 and 2.0",
     ]
 
 
@@ -278,6 +288,13 @@ def _correction_errors(algorithm: AlgorithmConfig) -> list[str]:
             f"{algorithm.policy_loss!r} already does with algorithm.old_logp='rollout'; set "
             "algorithm.old_logp='auto' or 'recompute', or algorithm.correction='none'"
         )
+    if algorithm.more_rejections and algorithm.rejection == "none":
+        errors.append(
+            f"algorithm.more_rejections={algorithm.more_rejections} are in addition to "
+            "algorithm.rejection='none'; set one of them as algorithm.rejection"
+        )
+    for spec in algorithm.more_rejections:
+        errors += [f"algorithm.more_rejections: {line}" for line in read_rejection(spec)[1]]
     bounds = {
         "correction": (algorithm.correction_low, algorithm.correction_high, MASKING_CORRECTIONS),
         "rejection": (algorithm.rejection_low, algorithm.rejection_high, RATIO_REJECTIONS),

@@ -203,6 +203,11 @@ class AlgorithmConfig:
     rejection_max: float = key(
         0.01, "Rejections by k2 or k3: maximum value (of the token; sum, mean, maximum)", gt=0
     )
+    more_rejections: tuple[str, ...] = key(
+        (),
+        "Masks in addition to `rejection`, with their bounds, as 'token_k1?low=0.5&high=2' or "
+        "'seq_max_k2?max=3': a token is rejected that one of them masks",
+    )
     rejection_scope: str = key(
         "all",
         "What rejected tokens leave. all = policy loss, KL and entropy terms, and the denominator "
