@@ -1,5 +1,6 @@
 """Tests of whole RL runs on prompts with images: the engine's logprobs, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from jaxrl.config import resolve
 from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.vision.towers import known_tower
 from jaxrl.train import train
 from jaxrl.trainer.setup.host import check_image_rollouts
 from scripts.make_tiny_vlm import write_tiny_vlm
@@ -88,7 +90,12 @@ def test_a_model_of_another_tower_is_refused(image_config, tmp_path, key):
         train(resolve(image_config))
 
 
-def test_rollout_workers_are_refused(image_config, vlm):
-    image_config.schedule.mode, image_config.schedule.rollout_workers = "async", 1
-    with pytest.raises(ValueError, match="rollout workers"):
-        check_image_rollouts(resolve(image_config), model_config(vlm))
+@pytest.mark.parametrize(
+    ("n_workers", "trained", "words"), [(1, False, "rollout workers"), (0, True, "a trained tower")]
+)
+def test_rollouts_that_read_no_images_are_refused(image_config, vlm, n_workers, trained, words):
+    image_config.schedule.mode, image_config.schedule.rollout_workers = "async", n_workers
+    image_config.schedule.rollout_devices = 0 if n_workers else 1
+    decoder = dataclasses.replace(model_config(vlm), tower=known_tower(vlm) if trained else None)
+    with pytest.raises(ValueError, match=words):
+        check_image_rollouts(resolve(image_config), decoder)

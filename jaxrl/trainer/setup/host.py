@@ -167,6 +167,9 @@ def check_image_rollouts(cfg: RunConfig, decoder: DecoderConfig) -> None:
         f"a {decoder.family} model, whose engine would need all tokens of an image at once": any(
             mixer.whole_images for mixer in decoder.attention_layers
         ),
+        "config.schedule.mode='async' and a trained tower (config.model.freeze_vision)": (
+            cfg.schedule.mode == "async" and decoder.tower is not None
+        ),
         "rollout workers (config.schedule.rollout_workers)": cfg.schedule.rollout_workers,
         "several processes": hosts.n_processes() > 1,
     }
