@@ -168,6 +168,12 @@ def _job(
         cfg, workload = with_objective(cfg, objective), objective.workload(cfg)
     file = options.get("model-config", "")
     tower = tower_shape(cfg.model.path, file) if cfg.data.images else None
+    for key, path in paths.values():
+        if tower is not None and path and tower_shape(path) != tower:
+            raise ValueError(
+                f"--config.{key}={path} has another vision tower than the policy, whose features "
+                "all models of a run with images read; leave it out"
+            )
     decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
     return Job(cfg, decoder, machine, lengths, role_decoders, workload, tower)
 

@@ -31,6 +31,8 @@ class ImageInput:
     load: Callable[[], np.ndarray] = dataclasses.field(repr=False, compare=False)
     # A small JPEG for people; None: the image has no picture
     preview: Callable[[], bytes] | None = dataclasses.field(default=None, repr=False, compare=False)
+    # The bytes of its file, for environments and agents
+    encoded: Callable[[], bytes] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def patches(self) -> np.ndarray:
@@ -121,6 +123,9 @@ class Rollout:
     # that sampled each token; None if not recorded, 0 at tokens that the model did not sample
     experts: np.ndarray | None = None
     episode: Episode | None = None  # None if the prompt was answered without an environment
+    images: tuple[PlacedImage, ...] = ()  # of prompt and response, in the order of their places
+    # int32 [3, prompt_len + response_len], as those of prompts
+    axis_positions: np.ndarray | None = None
     # Further sequences of the episode, if it had several conversations (rollout/agents/)
     branches: tuple["Rollout", ...] = ()
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from jaxrl.types import ImageInput, TrainingSample
 
@@ -124,6 +124,14 @@ def content_tokens(samples: Sequence[TrainingSample]) -> list[tuple[np.ndarray, 
         return tokens[:n], tokens[n:]
 
     return [content(sample) for sample in samples]
+
+
+def is_text(sample: TrainingSample) -> Bool[np.ndarray, " T"]:
+    """Whether each token of the response is none of an image."""
+    n, mask = len(sample.prompt_tokens), np.ones(len(sample.tokens), bool)
+    for placed in sample.images:
+        mask[max(placed.start - n, 0) : max(placed.end - n, 0)] = False
+    return mask
 
 
 def between_images(sample: TrainingSample, n: int, align: int) -> int:

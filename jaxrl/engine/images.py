@@ -19,6 +19,8 @@ from jaxtyping import Int32
 from jaxrl.engine.api import Request, RequestImage
 from jaxrl.types import Grid
 
+MAX_ROWS = 2**31 - 1  # numbers of tokens are int32
+
 
 @dataclasses.dataclass(frozen=True)
 class ImageSettings:
@@ -49,7 +51,7 @@ class _Entry:
 
 
 class ImageTable:
-    """The images of the sequences of an engine. A row is never given to another image."""
+    """The images of the sequences of an engine. A row is given to no other image until `forget`."""
 
     def __init__(self, settings: ImageSettings):
         self.settings = settings
@@ -80,6 +82,11 @@ class ImageTable:
             entry.n_uses -= 1
             if not entry.n_uses:
                 entry.features = None
+
+    def forget(self) -> None:
+        """Drops the rows of all images, unless a sequence has one. No page may have their KV."""
+        if not self._held:
+            self._entries, self._in_order, self._starts, self._n_rows = {}, [], [], 0
 
     def clear(self) -> None:
         for slot in list(self._held):
@@ -155,6 +162,11 @@ class ImageTable:
     def _entry(self, image: RequestImage) -> _Entry:
         """The entry of an image, a new one with the next rows if its content is new."""
         if image.digest not in self._entries:
+            if self._n_rows + len(image.rows) > MAX_ROWS:
+                raise ValueError(
+                    f"the engine has read {len(self._entries)} different images with its weights, "
+                    "and has no numbers for the tokens of more; start it again"
+                )
             entry = _Entry(self._n_rows, len(image.rows), image.grid)
             self._entries[image.digest] = entry
             self._in_order.append(entry)

@@ -103,6 +103,8 @@ class Scheduler:
         if version != self.version:
             self.version = version
             self.pool.reset_prefix_cache()
+            if self._prefill.images is not None:
+                self._prefill.images.forget()
             if self.states is not None:
                 self.states.reset()
             for seq in self.running:

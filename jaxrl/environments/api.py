@@ -46,7 +46,8 @@ class Environment(Protocol):
 
         `prompt` has messages, answer, source, extra and tools, as in data.train, and a seed. It is
         the same for all samples of a prompt in a step and changes every step. Take all randomness
-        from it, so that a resumed run repeats the same episodes.
+        from it, so that a resumed run repeats the same episodes. A message with images has a list
+        of OpenAI's content parts as its content, with the images as data: URLs.
         """
         ...
 
@@ -54,8 +55,9 @@ class Environment(Protocol):
         """(observation, reward, done) or (observation, reward, done, counts) after a model turn.
 
         The observation is what the model reads next: messages, or text, which becomes one user
-        message. It is ignored if the episode is done. Rewards are summed over the episode, and so
-        are the numbers in `counts`: {"calls": 1} is logged as env/calls.
+        message. The content of a message is text, or a list of content parts of text and images, as
+        in data.train. It is ignored if the episode is done. Rewards are summed over the episode,
+        and so are the numbers in `counts`: {"calls": 1} is logged as env/calls.
         """
         ...
 
@@ -72,7 +74,7 @@ class Tool:
 class ToolResult:
     """A tool's result with more than text or another JSON value."""
 
-    content: Any
+    content: Any  # text, content parts with images, or another JSON value
     reward: Number = 0.0
     done: bool = False
     counts: dict[str, Number] = dataclasses.field(default_factory=dict)
@@ -103,6 +105,7 @@ class Turn:
     error: str = ""  # why there is no result
     rewarded: bool = True  # False: an agent ended without returning a reward
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # after reset: offered
+    images: list[str] = dataclasses.field(default_factory=list)  # of the messages: files, data URLs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import json
 import math
 from typing import Any
 
+from jaxrl.data.images.references import IMAGE
 from jaxrl.environments.api import Turn
 from jaxrl.json_text import Message
 from jaxrl.rewards.calls import is_score
@@ -28,14 +29,17 @@ def read_turn(value: Any) -> Turn:
             "error": error,
             "rewarded": bool(rewarded),
             "tools": [*tools],
+            "images": [*images],
         } if (
             is_score(reward)
             and all(map(_is_finite, counts.values()))
-            and all(map(is_text, [error, *counts]))
+            and all(map(is_text, [error, *counts, *images]))
             and all(map(_is_tool, tools))
         ):
             checked = None if messages is None else [_message(message) for message in messages]
-            return Turn(checked, reward, done, counts, error, rewarded, tools)
+            if sum(message["content"].count(IMAGE) for message in checked or ()) != len(images):
+                raise ProtocolError(f"{value!r:.80} has not {len(images)} places of images")
+            return Turn(checked, reward, done, counts, error, rewarded, tools, images)
     raise ProtocolError(f"{value!r:.80} is no turn")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.keys import EnvConfig
+from jaxrl.data.images.placeholders import with_own_images
 from jaxrl.environments.api import AGENT_KEY, COMMAND_KEY, KEY, StepLimits, Turn
 from jaxrl.environments.messages import read_turn
 from jaxrl.subprocesses.channel import Channel, ProtocolError, wait
@@ -244,7 +245,7 @@ class EnvironmentPool:
 def episode_task(prompt: Prompt, seed: int) -> dict[str, Any]:
     """The start message of an episode's process; all samples of a prompt have the same seed."""
     return {
-        "messages": list(prompt.messages),
+        "messages": with_own_images(prompt.messages, [placed.image for placed in prompt.images]),
         "answer": prompt.answer,
         "source": prompt.source,
         "extra": prompt.extra,

@@ -10,10 +10,11 @@ import inspect
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl.config.user_code import exception_text
+from jaxrl.data.images.references import has_images
 from jaxrl.environments.api import (
     Environment,
     StepLimits,
@@ -97,14 +98,14 @@ def run_calls(
             if i >= limits.calls_per_turn:
                 raise _NotRun("excess_calls", f"a turn may have {limits.calls_per_turn} tool calls")
             result = _run(attempt, tools, schemas, limits.tool_timeout_s)
-            text = _text(result.content, limits.result_chars)
+            content = _content(result.content, limits.result_chars)
         except _NotRun as failure:
             kind, reason = failure.args
-            result, text = ToolResult("", counts={kind: 1}), f"error: {reason}"
+            result, content = ToolResult("", counts={kind: 1}), _utf8(f"error: {reason}")
         for name, number in result.counts.items():
             counts[name] = counts.get(name, 0.0) + number
         reward, done = reward + result.reward, done or result.done
-        messages.append(_message(attempt, text))
+        messages.append(_message(attempt, content))
     return messages, reward, done, counts
 
 
@@ -154,21 +155,39 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _text(content: Any, max_chars: int) -> str:
-    """A result for the model: text as it is, other values as JSON."""
-    text = (
-        content
-        if isinstance(content, str)
-        else json.dumps(content, ensure_ascii=False, default=str)
-    )
-    if (n_cut := len(text) - max_chars) > 0:
-        text = f"{text[:max_chars]}... ({n_cut} more characters)"
-    return text
+def _content(content: Any, max_chars: int) -> str | list[Any]:
+    """A result for the model: text and content parts with images as they are, others as JSON.
+
+    Text has at most `max_chars` characters, all parts together.
+    """
+    if not has_images(content):
+        text = content if isinstance(content, str) else _json(content)
+        return _utf8(_cut(text, max_chars))
+    parts = []
+    for part in content:
+        if isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
+            part = {**part, "text": _utf8(_cut(text, max_chars))}
+            max_chars = max(max_chars - len(text), 0)
+        parts.append(part)
+    return parts
 
 
-def _message(attempt: ToolCall | MalformedCall, text: str) -> Message:
-    text = text.encode(errors="replace").decode()  # half of a surrogate pair is no text
-    message = {"role": "tool", "content": text, "tool_call_id": attempt.id}
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _cut(text: str, max_chars: int) -> str:
+    n_cut = len(text) - max_chars
+    return text if n_cut <= 0 else f"{text[:max_chars]}... ({n_cut} more characters)"
+
+
+def _utf8(text: str) -> str:
+    """The text with half of a surrogate pair, which is no text, replaced."""
+    return text.encode(errors="replace").decode()
+
+
+def _message(attempt: ToolCall | MalformedCall, content: str | list[Any]) -> Message:
+    message = {"role": "tool", "content": content, "tool_call_id": attempt.id}
     return message | ({"name": attempt.name} if isinstance(attempt, ToolCall) else {})
 
 

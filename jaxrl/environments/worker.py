@@ -16,6 +16,7 @@ from typing import Any, NoReturn, SupportsFloat
 
 from jaxrl.config.plugins import load_plugin
 from jaxrl.config.user_code import error_text, exception_text, user_frames
+from jaxrl.data.images.references import encoded_url, mark_parts
 from jaxrl.environments.agent import AgentProgram
 from jaxrl.environments.api import (
     AGENT_KEY,
@@ -193,8 +194,10 @@ class RunningEpisode:
         messages = self.environment.reset(prompt)
         self.tools = environment_tools(self.environment)
         self.offered = offered_schemas(self.tools, prompt.get("tools", []))
-        checked = None if messages is None else checked_messages(messages, "reset")
-        return Turn(checked, tools=self.offered)
+        if messages is None:
+            return Turn(tools=self.offered)
+        checked, images = checked_messages(messages, "reset")
+        return Turn(checked, tools=self.offered, images=images)
 
 
 def turn_or_error(call: Callable[[], Turn]) -> Turn:
@@ -220,22 +223,26 @@ def checked_step(value: Any) -> Turn:
     numbers = {str(k): float(v) for k, v in dict(counts).items()}
     if not all(map(math.isfinite, numbers.values())):
         raise ValueError(f"step returned the counts {counts!r}; return finite numbers")
-    messages = [] if done else checked_messages(observation, "step")
-    return Turn(messages, float(reward), done, numbers)
+    messages, images = ([], []) if done else checked_messages(observation, "step")
+    return Turn(messages, float(reward), done, numbers, images=images)
 
 
-def checked_messages(value: Any, verb: str) -> list[Message]:
-    """The messages that `verb` returned; a string becomes one user message. Raises TypeError."""
+def checked_messages(value: Any, verb: str) -> tuple[list[Message], list[str]]:
+    """(the messages that `verb` returned with IMAGE at the places of images, these images).
+
+    A string becomes one user message. Raises TypeError or ValueError.
+    """
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    messages = [as_message(m) for m in value] if isinstance(value, list | tuple) else []
+        value = [{"role": "user", "content": value}]
+    marked, images = mark_parts(list(value) if isinstance(value, list | tuple) else [], verb)
+    messages = [as_message(m) for m in marked]
     valid = [m for m in messages if m is not None]
     if not valid or len(valid) < len(messages):
         raise TypeError(
             f"{verb} returned {value!r:.200}; return a string or a list of messages "
             "{role, content}"
         )
-    return valid
+    return valid, [one if isinstance(one, str) else encoded_url(one) for one in images]
 
 
 if __name__ == "__main__":

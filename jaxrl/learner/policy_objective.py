@@ -1,7 +1,8 @@
 """Objective of one packed micro-batch from the logprobs and values of its targets."""
 
 import dataclasses
-import math
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -275,7 +276,7 @@ def accepted_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Arr
         apply(lookup(REJECTIONS, name, "algorithm.rejection"), inputs, bounds)
         for name, bounds in rejections(cfg)
     ]
-    return jax.lax.stop_gradient(math.prod(masks[1:], start=masks[0]))
+    return jax.lax.stop_gradient(functools.reduce(operator.mul, masks))
 
 
 def on_policy_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:

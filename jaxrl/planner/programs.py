@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.engine.device.kv_pool import NO_PAGES, PoolBytes
@@ -40,7 +41,9 @@ from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import with_adapters, without_adapters
+from jaxrl.models.spec import abstract_params
 from jaxrl.models.vision.config import TowerConfig
+from jaxrl.models.vision.tower import tower_specs
 from jaxrl.planner.rollout_devices import n_copies
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.types import Tree
@@ -244,6 +247,14 @@ def _add_resharding(
     return role_weights
 
 
+def tower_bytes(tower: TowerConfig | None, layout: Layout, mesh: Mesh) -> int:
+    """Bytes per device of a tower on the mesh of separate rollout devices."""
+    if tower is None:
+        return 0
+    specs = tower_specs(tower)
+    return bytes_per_device(abstract_params(specs, layout.rules, layout.dtype, layout.mesh(mesh)))
+
+
 def _with_engine(
     programs: RunPrograms,
     params: Tree,
@@ -270,7 +281,9 @@ def _with_engine(
     n_bytes = bytes_per_device(weights)
     aliased, copied = (0, 0) if devices else layout.weight_bytes(params)
     used = (
-        n_copies(cfg) * n_bytes if devices else sum(programs.resident.values()) + n_bytes - aliased
+        n_copies(cfg) * n_bytes + tower_bytes(tower, layout, mesh)
+        if devices
+        else sum(programs.resident.values()) + n_bytes - aliased
     )
     usable = cfg.rollout.memory_utilization * memory_bytes - used
     with jax.set_mesh(layout.mesh(mesh)):

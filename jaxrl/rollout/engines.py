@@ -26,7 +26,6 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.layout import Layout
-from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import AgentRunner, Agents
 from jaxrl.rollout.agents.turn import TurnReader
@@ -34,6 +33,7 @@ from jaxrl.rollout.loop import EpisodeRunner, SingleTurnRunner, generate, sample
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
+from jaxrl.rollout.request_images import EpisodeImages
 from jaxrl.runtime.signals import Interrupted, StopFlag
 from jaxrl.tool_calls.formats import ToolFormat
 from jaxrl.tracking.progress import Progress
@@ -63,7 +63,7 @@ class Engines:
     progress: Progress
     stop: StopFlag
     n_generating: int  # processes that generate, the first ones
-    encoder: ImageEncoder | None = None  # of the features of images; None: prompts have none
+    images: EpisodeImages | None = None  # None: a run without images
 
     def sample(
         self,
@@ -124,7 +124,7 @@ class Engines:
         With None, an episode is a response of a single turn.
         """
         if environments is None:
-            make_request = sampled_requests(sampling, self.limits.max_tokens, self.encoder)
+            make_request = sampled_requests(sampling, self.limits.max_tokens, self.images)
             return SingleTurnRunner(self.engine, make_request, self.renderer.decode)
         if isinstance(environments, Agents):
             return AgentRunner(
@@ -133,6 +133,7 @@ class Engines:
                 TurnReader(self.renderer, self.eos_ids),
                 sampling=sampling,
                 limits=self.agent_limits,
+                images=self.images,
             )
         return EnvironmentRunner(
             self.engine,
@@ -142,6 +143,7 @@ class Engines:
             sampling=sampling,
             limits=self.limits,
             tool_format=self.tool_format,
+            images=self.images,
         )
 
     def _gather(

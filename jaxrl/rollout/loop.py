@@ -12,8 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.api import EngineStats, Request, RequestEngine
-from jaxrl.learner.image_encoder import ImageEncoder
-from jaxrl.rollout.request_images import request_images
+from jaxrl.rollout.request_images import EpisodeImages, features_of
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
 from jaxrl.types import Decode, Prompt, Rollout, Tree
@@ -256,11 +255,11 @@ class SingleTurnRunner:
 
 
 def sampled_requests(
-    sampling: SamplingConfig, max_tokens: int, encoder: ImageEncoder | None = None
+    sampling: SamplingConfig, max_tokens: int, images: EpisodeImages | None = None
 ) -> MakeRequest:
     """Requests that differ in their prompts and random numbers only.
 
-    `encoder` computes the features of images, if prompts have any.
+    `images` computes the features of images, if prompts have any.
     """
 
     def make_request(group: PromptGroup, sample: int) -> Request:
@@ -271,7 +270,7 @@ def sampled_requests(
             prompt_id=group.prompt.id,
             sample=sample,
             seed=group.seed,
-            images=request_images(group.prompt.images, encoder),
+            images=features_of(images, group.prompt.images),
         )
 
     return make_request

@@ -8,10 +8,8 @@ its environment while the engine decodes the others.
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
@@ -19,12 +17,13 @@ from jaxrl.engine.api import Request, RequestEngine
 from jaxrl.environments.api import Turn
 from jaxrl.environments.pool import EnvironmentPool, episode_task
 from jaxrl.json_text import Message
+from jaxrl.rollout.request_images import EpisodeImages, features_of
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
 from jaxrl.tool_calls.calls import MalformedCall, ParsedTurn, ToolCall, call_ids, template_form
 from jaxrl.tool_calls.formats import ToolFormat
 from jaxrl.tool_calls.parser import parse_turn
-from jaxrl.types import Decode, Episode, Rollout
+from jaxrl.types import Decode, Episode, ImageInput, Rollout
 
 POLL_TIMEOUT_S = 0.2  # wait for environments when idle, between two reports of progress
 
@@ -77,9 +76,12 @@ class EnvironmentRunner:
         sampling: SamplingConfig,
         limits: EpisodeLimits,
         tool_format: ToolFormat | None = None,
+        images: EpisodeImages | None = None,
     ):
+        """`images` is None in a run without images."""
         self.pool, self.renderer, self.eos_ids = pool, renderer, eos_ids
         self.sampling, self.limits, self.tool_format = sampling, limits, tool_format
+        self.images = images
         self.turns: ActiveTurns[ActiveEpisode] = ActiveTurns(engine, renderer.decode)
         self.waiting: collections.deque[ActiveEpisode] = collections.deque()
         self.started: dict[int, ActiveEpisode] = {}  # by id
@@ -110,10 +112,8 @@ class EnvironmentRunner:
                 del self.started[episode_id]  # the pool has ended it
                 active.response.finish = "error"
                 active.episode = dataclasses.replace(active.episode, error=turn.error)
-            elif active.episode.n_turns == 0:
-                self._after_reset(active, turn)
             else:
-                self._after_step(active, turn)
+                self._continue(active, turn)
 
     def postpone(self, seconds: float) -> None:
         self.pool.postpone(seconds)
@@ -125,34 +125,57 @@ class EnvironmentRunner:
             self.turns.cancel(lambda owner: owner is episode)
             self._end(episode, "error")
 
-    def _after_reset(self, active: ActiveEpisode, turn: Turn) -> None:
+    def _continue(self, active: ActiveEpisode, turn: Turn) -> None:
+        """Handles what reset or step returned."""
+        try:
+            images = self._read_images(turn)
+        except ValueError as error:
+            return self._fail(active, str(error))
+        if active.episode.n_turns == 0:
+            return self._after_reset(active, turn, images)
+        return self._after_step(active, turn, images)
+
+    def _read_images(self, turn: Turn) -> tuple[ImageInput, ...]:
+        """The images of the messages. Raises ValueError if they cannot be used."""
+        if not turn.images:
+            return ()
+        if self.images is None:
+            raise ValueError(
+                "the environment returned an image, and the run reads text; set data.images=True"
+            )
+        return self.images.reader.read_references(turn.images, "the environment")
+
+    def _after_reset(self, active: ActiveEpisode, turn: Turn, images: Sequence[ImageInput]) -> None:
         """Starts the first turn of the model with the messages that `reset` returned."""
         prompt = active.response.prompt
         messages = tuple(prompt.messages if turn.messages is None else turn.messages)
         active.episode = dataclasses.replace(active.episode, prompt_messages=messages)
         active.tools = turn.tools
-        tokens = prompt.tokens
         if turn.messages is not None or turn.tools:
+            if turn.messages is None:
+                images = [placed.image for placed in prompt.images]
             (tokens,) = self.renderer.render_all([messages], [turn.tools])
-        n, limit = len(tokens), self.limits.prompt_len
+            placed = self.renderer.place_images(tokens, images)
+            prompt = dataclasses.replace(prompt, **placed.fields)
+        n, limit = len(prompt.tokens), self.limits.prompt_len
         if n > limit:  # the rollout keeps the tokens of the dataset's prompt, which fit a row
             error = f"reset returned a prompt of {n} tokens, data.max_prompt_len is {limit}"
-            active.episode = dataclasses.replace(active.episode, error=error)
-            return self._end(active, "error")
-        active.response.prompt = dataclasses.replace(prompt, tokens=tokens)
+            return self._fail(active, error)
+        active.response.prompt = prompt
         return self._queue(active)
 
     def _queue(self, active: ActiveEpisode) -> None:
         """Queues a turn of the model."""
-        prompt, tokens = active.response.prompt, active.response.tokens
+        prompt, placed = active.response.prompt, active.response.placed
         turn = Response(prompt, active.response.sample)
         request = Request(
-            tokens=np.concatenate([prompt.tokens, np.array(tokens, np.int32)]),
-            max_tokens=self.limits.max_tokens - len(tokens),
+            tokens=placed.tokens,
+            max_tokens=self.limits.max_tokens - len(active.response.tokens),
             sampling=self.sampling,
             prompt_id=prompt.id,
             sample=turn.sample,
             seed=active.seed,
+            images=features_of(self.images, placed.images),
         )
         self.turns.submit(ActiveTurn(active, request, turn, self.sampling.stop))
 
@@ -189,7 +212,7 @@ class EnvironmentRunner:
             in_thought=thinks,
         )
 
-    def _after_step(self, active: ActiveEpisode, turn: Turn) -> None:
+    def _after_step(self, active: ActiveEpisode, turn: Turn, images: Sequence[ImageInput]) -> None:
         """Adds the reward of `step`, and ends the episode or appends the observation."""
         episode, response = active.episode, active.response
         counts = {
@@ -204,15 +227,20 @@ class EnvironmentRunner:
             return self._end(active, "turns")
         assert turn.messages is not None
         ended = response.tokens[-1] in self.eos_ids
-        observation = self.renderer.render_reply(
+        tokens = self.renderer.render_reply(
             turn.messages, stop=self.eos_ids, ended=ended, calls=active.calls
         )
+        observation = self.renderer.place_images(tokens, images)
         if len(response.tokens) + len(observation) >= self.limits.max_tokens:
             return self._end(active, "length")  # no room for another turn
-        response.append_given(observation.tolist())
+        response.append_given(observation)
         messages = (*episode.completion_messages, *turn.messages)
         active.episode = dataclasses.replace(active.episode, completion_messages=messages)
         return self._queue(active)
+
+    def _fail(self, active: ActiveEpisode, error: str) -> None:
+        active.episode = dataclasses.replace(active.episode, error=error)
+        self._end(active, "error")
 
     def _end(self, active: ActiveEpisode, finish: str) -> None:
         active.response.finish = finish

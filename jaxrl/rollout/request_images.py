@@ -1,16 +1,33 @@
-"""The features of images in requests to the engine."""
+"""Images of episodes, and the features of images in requests to the engine."""
 
+import dataclasses
 from collections.abc import Sequence
 
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.engine.api import RequestImage
 from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.types import PlacedImage
 
 
+@dataclasses.dataclass(frozen=True)
+class EpisodeImages:
+    """Reads the images of environments, and computes the features of those of requests."""
+
+    reader: ImageReader
+    encoder: ImageEncoder
+
+
+def features_of(
+    source: EpisodeImages | None, images: Sequence[PlacedImage]
+) -> tuple[RequestImage, ...]:
+    """As `request_images`; None in a run without images."""
+    return request_images(images, None if source is None else source.encoder)
+
+
 def request_images(
     images: Sequence[PlacedImage], encoder: ImageEncoder | None
 ) -> tuple[RequestImage, ...]:
-    """The images of a prompt with their features, which `encoder` computes or has kept."""
+    """The images of a sequence with their features, which `encoder` computes or has kept."""
     if not images:
         return ()
     assert encoder is not None, "prompts have no images without an encoder"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.images.placed import PlacedTokens, prompt_tokens
 from jaxrl.data.routing import given_tokens, join_experts
 from jaxrl.data.support import join, unrestricted
 from jaxrl.engine.api import Generated, Request, RequestEngine
@@ -45,6 +46,8 @@ class Response:
         self.finish = finish  # "" while unfinished
         self._lists: dict[str, list[Any]] = {name: list(lists.get(name, ())) for name in FIELDS}
         self._new: list[Generated] = []  # not in the lists yet
+        # The prompt and tokens after it, up to the last image that was given; None: the prompt
+        self._with_images: PlacedTokens | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -67,6 +70,13 @@ class Response:
         return self._read()["loss_mask"]
 
     @property
+    def placed(self) -> PlacedTokens:
+        """The tokens of prompt and response with all images."""
+        found = self._with_images or prompt_tokens(self.prompt)
+        after = len(found) - len(self.prompt.tokens)
+        return found.then(PlacedTokens(np.array(self.tokens[after:], np.int32)))
+
+    @property
     def ended(self) -> bool:
         return bool(self.finish)
 
@@ -79,10 +89,12 @@ class Response:
             self.experts.append(generated.experts)
         self.finish = generated.finish
 
-    def append_given(self, tokens: Sequence[int]) -> None:
+    def append_given(self, given: PlacedTokens) -> None:
         """Appends tokens that the model did not sample. They have the version before them."""
-        n, lists = len(tokens), self._read()
-        lists["tokens"] += tokens
+        if given.images:
+            self._with_images = self.placed.then(given)
+        n, lists = len(given), self._read()
+        lists["tokens"] += given.tokens.tolist()
         lists["logp"] += [0.0] * n
         lists["behavior_logp"] += [0.0] * n
         lists["versions"] += lists["versions"][-1:] * n
@@ -110,6 +122,7 @@ class Response:
 
     def freeze(self, decode: Decode, episode: Episode | None = None) -> Rollout:
         """The rollout of the response, whose tokens are then arrays."""
+        placed = self.placed if self.prompt.images or self._with_images else None
         arrays: dict[str, Any] = self._arrays()
         return Rollout(
             prompt=self.prompt,
@@ -118,6 +131,8 @@ class Response:
             support=join(self.support, len(arrays["tokens"])) if self.support else None,
             experts=join_experts(self.experts, len(arrays["tokens"])) if self.experts else None,
             finish=self.finish,
+            images=placed.images if placed else (),
+            axis_positions=placed.axis_positions if placed else None,
             text=decode(arrays["tokens"]),
             episode=episode,
         )

@@ -222,6 +222,28 @@ def test_contradictions_are_refused(one_device, change, message):
         table.submit(change(one), lambda _: 0)
 
 
+def test_rows_begin_again_once_no_sequence_has_an_image(monkeypatch):
+    table, tokens = ImageTable(settings("qwen3_vl", 32)), []
+
+    def submit(part, slot):
+        table.submit(
+            request((5, part, 8), 32, 2), lambda numbered: tokens.append(numbered.tokens) or slot
+        )
+
+    submit("0", 0)  # 6 tokens
+    table.forget()
+    submit("1", 1)
+    assert tokens[1].min() == -8  # the rows 6 and 7: slot 0 has the others
+    table.remove(0)
+    table.remove(1)
+    table.forget()
+    submit("1", 0)
+    assert tokens[2].min() == -2
+    monkeypatch.setattr("jaxrl.engine.images.MAX_ROWS", 7)
+    with pytest.raises(ValueError, match="no numbers for the tokens of more"):
+        submit("0", 1)
+
+
 def test_an_engine_without_images_refuses_them(llama):
     cfg, _ = llama
     engine = PagedEngine(cfg, SMALL, rules=DECODE, dtype=jnp.float32, max_len=256)

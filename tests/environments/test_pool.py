@@ -31,7 +31,7 @@ def _frame(data):
 
 
 TURN = {"messages": [], "reward": 1.0, "done": True, "counts": {}, "error": "", "rewarded": True}
-TURN |= {"tools": []}
+TURN |= {"tools": [], "images": []}
 GARBAGE = {
     "write text": b"hello, trainer",
     "write a pickle": _frame(pickle.dumps([1])),

@@ -325,3 +325,24 @@ def test_a_schema_that_takes_too_long_is_a_wrong_argument(case, monkeypatch):
     messages, _, _, counts = run_calls(turn, {"find": tool}, [tool.schema], limits)
     assert "comparison with the schema of the tool takes over 0.2 s" in messages[0]["content"]
     assert (messages[1]["content"], counts["invalid_arguments"]) == ("found", 1)
+
+
+def test_a_result_with_images_stays_a_list_of_content_parts():
+    picture = {"type": "image", "path": "a.png"}
+    results = [
+        [{"type": "text", "text": "abcdef"}, picture, {"type": "text", "text": "ghijklm"}],
+        [{"type": "text", "text": "ab"}],  # without an image it is a JSON value like any other
+        [picture, 3],
+    ]
+    schema = {"type": "function", "function": {"name": "show", "parameters": {"type": "object"}}}
+    tool = Tool(schema, lambda: results.pop(0))
+    limits = StepLimits(1.0, 1.0, calls_per_turn=3, result_chars=10)
+    turn = ParsedTurn(attempts=tuple(ToolCall("show", {}, f"call{i}") for i in range(3)))
+    messages, *_ = run_calls(turn, {"show": tool}, [schema], limits)
+    assert messages[0]["content"] == [
+        {"type": "text", "text": "abcdef"},
+        picture,
+        {"type": "text", "text": "ghij... (3 more characters)"},
+    ]
+    assert messages[1]["content"].startswith('[{"type": ')
+    assert messages[2]["content"].startswith('[{"type": ')

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxrl.data.images.placed import PlacedTokens
 from jaxrl.engine.api import Generated, Request
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.schedule.saved import decode, encode, group_states
@@ -33,7 +34,7 @@ def sets(*counts):
 def test_every_field_of_a_rollout_has_the_tokens_in_order(recorded):
     response, turn = Response(PROMPT, 1), Response(PROMPT, 1)
     response.append(generated([4, 5], support=sets(1, 2) if recorded else None, version=2))
-    response.append_given([6])
+    response.append_given(PlacedTokens(np.array([6], np.int32)))
     turn.append(generated([7, 8, 9], support=sets(0, 3, 1) if recorded else None, version=3))
     turn.cut(2)
     response.extend(turn)
@@ -62,7 +63,7 @@ def test_the_experts_of_a_rollout_are_those_of_its_sampled_tokens():
     """They survive the checkpoint of a group in flight, next to a response without a record."""
     response, turn = Response(PROMPT, 1), Response(PROMPT, 1)
     response.append(routed([4, 5]))
-    response.append_given([6])
+    response.append_given(PlacedTokens(np.array([6], np.int32)))
     turn.append(routed([7, 8, 9]))
     turn.cut(2)
     response.extend(turn)

@@ -102,3 +102,17 @@ def test_a_message_has_the_image_of_the_chat_completion(served):
     )
     [choice] = ask(served, picture(BLUE), "What?")
     assert "".join(block.text for block in message.content) == choice.message.content
+
+
+@pytest.mark.thorough
+def test_a_response_has_the_image_of_the_chat_completion(served):
+    image = {"type": "input_image", "image_url": picture(BLUE)["image_url"]["url"]}
+    content = [image, {"type": "input_text", "text": "What?"}]
+    response = served.client.responses.create(
+        model="tiny",
+        input=[{"role": "user", "content": content}],
+        max_output_tokens=12,
+        temperature=0,
+    )
+    [choice] = ask(served, picture(BLUE), "What?")
+    assert response.output_text == choice.message.content

@@ -4,7 +4,10 @@ import json
 
 import jax
 import jax.numpy as jnp
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxrl.config.keys import EnvConfig
@@ -15,12 +18,15 @@ from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import init_model
 from jaxrl.models.files.hf_save import save_model
+from scripts.make_tiny_vlm import write_tiny_vlm
 from sharding import make_mesh
 from sharding.rules import TRAIN
+from tests.data.images.pictures import encoded
 from tests.models.resized import resized
 from tests.trainer.tiny_episodes import AGENT, ENVIRONMENTS
 
 LLAMA = uniform_decoder("llama", L=1, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
+COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -149,5 +155,34 @@ def agent_config(tiny_config, tmp_path):
     tiny_config.reward.functions = ("environment",)
     tiny_config.data.max_prompt_len, tiny_config.data.max_response_len = 64, 128
     tiny_config.rollout.sampling.stop = tiny_config.eval.sampling.stop = ("a", "e", "i", "0", " ")
+    tiny_config.total_steps = 2
+    return tiny_config
+
+
+@pytest.fixture(scope="session")
+def vlm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vlm") / "model"
+    write_tiny_vlm(folder, width=32, n_layers=1)
+    return folder
+
+
+@pytest.fixture
+def image_config(tiny_config, vlm, tmp_path):
+    """Questions about squares of a colour, some with two of them."""
+    rows = [
+        {
+            "question": "<image>" * n + "?",
+            "answer": name,
+            "images": [{"bytes": encoded(Image.new("RGB", (16 + 8 * i, 16), c))} for i in range(n)],
+        }
+        for name, c in COLOURS.items()
+        for n in (1, 2)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    tiny_config.model.path = str(vlm)
+    tiny_config.data.train = tiny_config.data.val = (str(tmp_path / "rows.parquet"),)
+    tiny_config.data.chat_template = ""
+    tiny_config.data.images = True
+    tiny_config.data.max_prompt_len = 64
     tiny_config.total_steps = 2
     return tiny_config

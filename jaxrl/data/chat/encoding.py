@@ -17,9 +17,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxrl.data.chat.special_tokens import SpecialTokens
 from jaxrl.data.chat.template import check_arguments, read_template, template_names, with_date
+from jaxrl.data.images.placed import PlacedTokens
 from jaxrl.data.images.placeholders import Placeholders, n_images, with_parts
 from jaxrl.json_text import Message
 from jaxrl.tool_calls.calls import MalformedCall, ToolCall, template_form
+from jaxrl.types import ImageInput
 
 _PLACEHOLDER = "@@turn@@"  # content of an assistant turn, to find its end in the rendered text
 _N_LAST = 8  # tokens of a generation prompt that can open the reasoning
@@ -182,6 +184,18 @@ class ChatRenderer:
                 "data.chat_template"
             )
         return tokens[ends[0] + 1 :] if ended else tokens
+
+    def place_images(
+        self, tokens: Int32[np.ndarray, " _"], images: Sequence[ImageInput]
+    ) -> PlacedTokens:
+        """Rendered tokens with as many for each image as it has, and the images.
+
+        Raises ValueError for more or fewer placeholders than images.
+        """
+        if self.images is None:
+            return PlacedTokens(tokens)
+        tokens = self.images.expand(tokens, images)
+        return PlacedTokens(tokens, **self.images.fields(tokens, images))
 
     def _closes_earlier_turns(self, token: int, stop: Sequence[int]) -> bool:
         """Whether a special token closes turns that others follow, and a stop token the last one.

@@ -102,6 +102,14 @@ def preview(source: ImageSource, name: str, max_pixels: int) -> bytes:
     return file.getvalue()
 
 
+def data_url(encoded: bytes) -> str:
+    """A data: URL of the bytes of an image file."""
+    from PIL import Image
+
+    kind = Image.open(io.BytesIO(encoded), formats=FORMATS).get_format_mimetype()
+    return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
+
+
 def _check_form(image: Any, name: str, max_pixels: int) -> None:
     """Raises UnusableImageError for what the header of a file says, before memory is used."""
     width, height = image.size

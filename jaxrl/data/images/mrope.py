@@ -55,8 +55,19 @@ def mrope_positions(
 
 def continue_text(positions: Int32[np.ndarray, "3 T"], n: int) -> Int32[np.ndarray, "3 N"]:
     """Positions by axis of the tokens and of `n` tokens of text after them."""
-    new = _of_text(n, int(positions.max(initial=-1)) + 1).astype(np.int32)
-    return np.concatenate([positions, new], axis=1)
+    return join_positions(positions, text_positions(n))
+
+
+def join_positions(
+    positions: Int32[np.ndarray, "3 T"], further: Int32[np.ndarray, "3 N"]
+) -> Int32[np.ndarray, "3 M"]:
+    """Positions by axis of the tokens and of those after them, whose own begin at 0."""
+    return np.concatenate([positions, further + positions.max(initial=-1) + 1], axis=1)
+
+
+def text_positions(n: int) -> Int32[np.ndarray, "3 N"]:
+    """Positions by axis of `n` tokens of text."""
+    return _of_text(n, 0).astype(np.int32)
 
 
 def _of_text(n: int, position: int) -> np.ndarray:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jaxrl.data.images.decoding import data_url
 from jaxrl.data.images.mrope import mrope_positions
+from jaxrl.data.images.references import IMAGE
 from jaxrl.json_text import Message
 from jaxrl.types import ImageInput, PlacedImage
 
-IMAGE = "\ufdd1"  # in a message's text; a code point that Unicode reserves for such uses
 _ADVICE = (
     "Write the place of an image as <image>, or as a content part, and remove the model's own "
     "image tokens from the text"
@@ -135,6 +136,17 @@ def with_parts(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
+def with_own_images(messages: Sequence[Message], images: Sequence[ImageInput]) -> list[Message]:
+    """The messages with their images as OpenAI's content parts, in place of text with images."""
+    rest = iter(images)
+    return [
+        message | {"content": [_own(part, rest) for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in with_parts(messages)
+    ]
+
+
 def n_images(messages: Sequence[Message]) -> int:
     """Number of images in the text of the messages."""
     texts = (message.get("content") for message in messages)
@@ -147,3 +159,11 @@ def _parts(text: str) -> Iterator[dict[str, Any]]:
             yield {"type": "image"}
         if piece:
             yield {"type": "text", "text": piece}
+
+
+def _own(part: dict[str, Any], images: Iterator[ImageInput]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    encoded = next(images).encoded
+    assert encoded is not None, "images of prompts are read from files"
+    return {"type": "image_url", "image_url": {"url": data_url(encoded())}}

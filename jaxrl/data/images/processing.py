@@ -76,7 +76,8 @@ class ImageProcessor:
         digest = _digest(patches, grid)
         load = functools.partial(self.load, source, name, digest)
         shown = functools.partial(preview, source, name, self._max_pixels)
-        return ImageInput(grid, n_tokens, digest, load, shown)
+        whole = functools.partial(read_source, source)
+        return ImageInput(grid, n_tokens, digest, load, preview=shown, encoded=whole)
 
     def load(self, source: ImageSource, name: str, digest: str) -> Float32[np.ndarray, "P F"]:
         """The patches of an image. Raises ValueError if they are not those of `digest`."""

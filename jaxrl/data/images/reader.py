@@ -1,6 +1,7 @@
 """Reads the images of many rows for a model, in threads."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,11 @@ from jaxrl.config.keys import DataConfig
 from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.decoding import UnusableImageError, find_source
 from jaxrl.data.images.processing import ImageProcessor
-from jaxrl.data.images.references import ImageReference, mark_images
+from jaxrl.data.images.references import ImageReference, mark_parts
 from jaxrl.data.sources.rows import SourceRow
 from jaxrl.types import ImageInput
 
+N_RECENT = 256  # images that are not decoded again
 RowImages = tuple[SourceRow, tuple[ImageInput, ...]]  # a row with marked places, its images
 # (columns of a row, its place) -> as `mark_images`, for the columns of its messages
 Marker = Callable[[Mapping[str, Any], str], tuple[dict[str, Any], list[ImageReference]]]
@@ -30,6 +32,8 @@ class ImageReader:
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, data: DataConfig):
         self._processor = ImageProcessor(folder, data.image_kwargs, data.max_image_pixels)
+        # Agents send the images of all turns with each request
+        self._of_bytes = functools.lru_cache(N_RECENT)(self._processor.image)
         self._root, self._drops = data.image_root, data.on_error == "drop"
         if self._root and not Path(self._root).expanduser().is_dir():
             raise ValueError(
@@ -60,12 +64,14 @@ class ImageReader:
 
         Raises ValueError for an image that cannot be used.
         """
-        marked, references = mark_images({"messages": messages}, ["messages"], "messages")
-        images = tuple(
-            self._image(reference, "messages", i, advice="")
-            for i, reference in enumerate(references)
-        )
-        return marked["messages"], images
+        marked, references = mark_parts(messages, "messages")
+        return marked, self.read_references(references, "messages")
+
+    def read_references(
+        self, references: Sequence[ImageReference], place: str
+    ) -> tuple[ImageInput, ...]:
+        """The images that are named in `place`. Raises ValueError for one that cannot be used."""
+        return tuple(self._image(one, place, i, advice="") for i, one in enumerate(references))
 
     def _read_row(self, row: SourceRow, mark: Marker) -> RowImages | UnusableImageError:
         marked, references = mark(row.columns, row.place)
@@ -87,8 +93,9 @@ class ImageReader:
         """
         try:
             source = find_source(reference, self._root)
-            name = str(source) if isinstance(source, Path) else f"image {i + 1}"
-            return self._processor.image(source, name)
+            if isinstance(source, Path):  # which may change
+                return self._processor.image(source, str(source))
+            return self._of_bytes(source, f"image {i + 1}")
         except UnusableImageError as error:
             raise UnusableImageError(f"{place}: {error}{advice}") from error
         except ValueError as error:

@@ -8,13 +8,14 @@
 Images of a column without places in the text are before the first question, as TRL has them.
 """
 
+import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.chat.dialects import role_of
-from jaxrl.data.images.placeholders import IMAGE
 from jaxrl.json_text import shown
 
+IMAGE = "\ufdd1"  # in a message's text; a code point that Unicode reserves for such uses
 IMAGE_COLUMNS = ("images", "image")
 _PLACE = "<image>"
 _PARTS = ("image", "image_url", "input_image")
@@ -44,6 +45,37 @@ def mark_images(
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     return {k: v for k, v in row.items() if k not in IMAGE_COLUMNS} | marked, images
+
+
+def mark_parts(messages: Any, place: str) -> tuple[Any, list[ImageReference]]:
+    """(messages with IMAGE at the places of their content parts of images, these images in order).
+
+    Raises ValueError with the place for a part without an image.
+    """
+    own: list[ImageReference | None] = []
+    try:
+        marked = _map_content(messages, lambda content: _joined(content, own))
+        images = [image for image in own if image is not None]
+        if len(images) < len(own):
+            raise ValueError(
+                "a content part of an image has no image; add it as image, image_url, url, path, "
+                "base64 or bytes"
+            )
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return marked, images
+
+
+def has_images(content: Any) -> bool:
+    """Whether a value is a list of content parts, text and at least one image."""
+    parts = content if isinstance(content, list) else []
+    kinds = {part.get("type") if isinstance(part, Mapping) else None for part in parts}
+    return not kinds.isdisjoint(_PARTS) and kinds <= {"text", *_PARTS}
+
+
+def encoded_url(encoded: bytes) -> str:
+    """The bytes of an image file as a data: URL."""
+    return "data:;base64," + base64.b64encode(encoded).decode()
 
 
 def _column(row: Mapping[str, Any]) -> tuple[str, list[ImageReference]]:

@@ -24,9 +24,12 @@ def write_record(run: Path, folder: Path, *, is_new: bool) -> None:
         write_json(run / RECORD, kept_record(folder))
 
 
-def kept_record(folder: Path) -> dict[str, int | str]:
-    """The number of the tensors, and a hash of their names, dtypes, shapes and first bytes."""
-    found = sorted(copied_tensors(folder).items())
+def kept_record(folder: Path, *, text_only: bool = False) -> dict[str, int | str]:
+    """The number of the tensors, and a hash of their names, dtypes, shapes and first bytes.
+
+    `text_only` leaves out the parts of an image-and-text model next to its language model.
+    """
+    found = sorted(copied_tensors(folder, text_only=text_only).items())
     parts = (part for name, info in found for part in tensor_parts(name, info))
     return {"n_tensors": len(found), "digest": digest(parts)}
 
@@ -41,13 +44,14 @@ def tensor_parts(name: str, info: FileTensor) -> tuple[bytes, bytes]:
 def warn_of_change(run: Path, folder: Path) -> None:
     """Warns if the tensors of a model folder differ from the record of a run.
 
-    Runs of earlier versions have no record. Raises ValueError for a damaged record.
+    Runs of earlier versions have no record, or one without the parts next to the language model.
+    Raises ValueError for a damaged record.
     """
     if not (run / RECORD).exists():
         return
     record = read_object(run / RECORD, "remove it to export without a comparison")
     now = kept_record(folder)
-    if now == record:
+    if record in (now, kept_record(folder, text_only=True)):
         return
     whole = is_image_and_text(folder)
     names = ", ".join(f"{part}*" for part, kept in OTHER_PARTS.items() if kept or whole)

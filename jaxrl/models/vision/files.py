@@ -23,7 +23,7 @@ from jaxrl.models.spec import hf_names, is_spec, map_specs
 from jaxrl.models.vision.config import TowerConfig
 from jaxrl.models.vision.names import common_name, is_of_tower
 from jaxrl.models.vision.tower import Tower, tower_specs
-from jaxrl.models.vision.towers import known_tower
+from jaxrl.models.vision.towers import folder_tower, known_tower
 from sharding import Rules
 
 # Parameters of the head of SigLIP, whose output no model reads.
@@ -83,6 +83,23 @@ def tower_files(folder: Path) -> dict[str, FileTensor]:
             )
         add_once(tensors, name, info)
     return tensors
+
+
+def same_tower(folder: Path, other: Path) -> bool:
+    """Whether two model folders have one tower: equal configs and equal bytes of all tensors."""
+    cfg = folder_tower(folder)
+    if cfg is None or cfg != folder_tower(other):
+        return False
+    ours, theirs = tower_files(folder), tower_files(other)
+    return ours.keys() == theirs.keys() and all(
+        _content(info) == _content(theirs[name]) for name, info in ours.items()
+    )
+
+
+def _content(info: FileTensor) -> tuple[np.dtype, tuple[int, ...], bytes]:
+    with info.path.open("rb") as file:
+        file.seek(info.start)
+        return info.dtype, tuple(info.shape), file.read(info.n_bytes)
 
 
 def tower_tensors(tower: Tower, dtype: DTypeLike | None = None) -> Iterator[Tensor]:

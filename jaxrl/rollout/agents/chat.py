@@ -9,12 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.chat.row_messages import tools_of
+from jaxrl.data.images.reader import ImageReader
+from jaxrl.data.images.references import has_images
 from jaxrl.http.dialects.turn import EndOfTurn, TurnPiece
 from jaxrl.http.errors import RequestError
 from jaxrl.http.fields import IGNORED, unknown_field
 from jaxrl.http.openai import read_messages, read_object, read_stop, response_head, usage
 from jaxrl.json_text import Json, Message, json_size
 from jaxrl.rewards.calls import is_score
+from jaxrl.types import ImageInput
 
 MODEL = "policy"  # the name in responses; requests may name any model
 MAX_VALUES = 1 << 20  # JSON values of a body
@@ -53,7 +56,8 @@ REASONS = {
 class ChatRequest:
     """The request of an agent."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # with IMAGE at the places of images
+    images: tuple[ImageInput, ...] = ()  # of the messages, in order
     tools: tuple[Json, ...] = ()
     size: int = 0  # characters of the messages and tools with all of their fields, about
     may_call: bool = True  # False with tool_choice="none"
@@ -93,20 +97,24 @@ class Reply:
         return EndOfTurn(self.finish, self.n_prompt_tokens, self.n_tokens, self.stop_string)
 
 
-def parse_chat(raw: bytes) -> ChatRequest:
-    """The request of a body of /chat/completions. Raises RequestError (400) if it is invalid."""
-    return chat_request(read_object(raw, max_values=MAX_VALUES))
+def parse_chat(raw: bytes, reader: ImageReader | None = None) -> ChatRequest:
+    """The request of a body of /chat/completions. Raises RequestError (400) if it is invalid.
+
+    `reader` reads the images of messages; None refuses them.
+    """
+    return chat_request(read_object(raw, max_values=MAX_VALUES), reader)
 
 
-def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+def chat_request(body: Mapping[str, Any], reader: ImageReader | None = None) -> ChatRequest:
     """The request of the fields of a body. Raises RequestError (400) if it is invalid."""
     body = {name: value for name, value in body.items() if value is not None}
     _check_names(body)
     options = body.get("stream_options") or {}
-    _refuse_images(body.get("messages"))
-    messages, tools = tuple(read_messages(body.get("messages"))), _tools(body)
+    marked, images = _read_images(body.get("messages"), reader)
+    messages, tools = tuple(read_messages(marked)), _tools(body)
     return ChatRequest(
         messages=messages,
+        images=images,
         tools=tools,
         size=json_size([messages, tools]),
         may_call=body.get("tool_choice") != "none",
@@ -190,14 +198,24 @@ def _check_names(body: Mapping[str, Any]) -> None:
             raise unknown_field(name, (*READ, *RUN_FIELDS))
 
 
-def _refuse_images(messages: Any) -> None:
-    for message in messages if isinstance(messages, list) else ():
-        parts = message.get("content") if isinstance(message, dict) else None
-        for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict) and part.get("type") == "image_url":
-                raise RequestError(
-                    400, "images of agents are not supported during training", param="messages"
-                )
+def _read_images(messages: Any, reader: ImageReader | None) -> tuple[Any, tuple[ImageInput, ...]]:
+    """(the messages with IMAGE at the places of images, these images).
+
+    Raises RequestError (400) for images that cannot be used, and if the run reads text.
+    """
+    turns = (
+        [turn for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
+    )
+    if reader is None:
+        if any(has_images(turn.get("content")) for turn in turns):
+            raise RequestError(
+                400, "the run reads text: images of agents need data.images=True", param="messages"
+            )
+        return messages, ()
+    try:
+        return reader.read_messages(messages)
+    except ValueError as error:
+        raise RequestError(400, str(error), param="messages") from error
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Json, ...]:

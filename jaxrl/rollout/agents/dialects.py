@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.http.dialects.messages import chat_of_count, chat_of_messages
 from jaxrl.http.dialects.messages_events import MessagesWriter
 from jaxrl.http.dialects.responses import chat_of_responses, repeated_fields
@@ -13,24 +14,25 @@ from jaxrl.rollout.agents.chat import MAX_VALUES, MODEL, ChatRequest, chat_reque
 type WrittenChat = tuple[ChatRequest, TurnWriter]
 
 
-def parse_messages(raw: bytes) -> WrittenChat:
+def parse_messages(raw: bytes, reader: ImageReader | None = None) -> WrittenChat:
     """The request of a body of /messages, and the writer of its response.
 
     Raises RequestError (400) if the body is invalid.
     """
-    request = chat_request(chat_of_messages(read_object(raw, max_values=MAX_VALUES)))
+    request = chat_request(chat_of_messages(read_object(raw, max_values=MAX_VALUES)), reader)
     return dataclasses.replace(request, splits_reasoning=True), MessagesWriter(MODEL)
 
 
-def parse_count(raw: bytes) -> ChatRequest:
+def parse_count(raw: bytes, reader: ImageReader | None = None) -> ChatRequest:
     """The request of a body of /messages/count_tokens. Raises RequestError (400)."""
-    return chat_request(chat_of_count(read_object(raw, max_values=MAX_VALUES)))
+    return chat_request(chat_of_count(read_object(raw, max_values=MAX_VALUES)), reader)
 
 
-def parse_responses(raw: bytes) -> WrittenChat:
+def parse_responses(raw: bytes, reader: ImageReader | None = None) -> WrittenChat:
     """The request of a body of /responses, and the writer of its response.
 
     Raises RequestError (400) if the body is invalid.
     """
     body = read_object(raw, max_values=MAX_VALUES)
-    return chat_request(chat_of_responses(body)), ResponsesWriter(MODEL, repeated_fields(body))
+    request = chat_request(chat_of_responses(body), reader)
+    return request, ResponsesWriter(MODEL, repeated_fields(body))

@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jaxrl.data.images.placed import PlacedTokens
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.environments.agent import LOOPBACK
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
@@ -86,7 +87,7 @@ class RenderedTurn:
     number: int  # the episode's, in the pool
     call: TurnCall
     placed: tuple[PlacedTurn, ...]  # of each choice
-    tokens: Future[np.ndarray]
+    tokens: Future[PlacedTokens]
 
 
 WaitingCall = TurnCall | CountCall | RewardCall
@@ -99,7 +100,9 @@ class AgentEndpoint:
     Requests wait in `calls` for the thread that owns the engine.
     """
 
-    def __init__(self):
+    def __init__(self, images: ImageReader | None = None):
+        """`images` reads those of messages; None is a run that reads text."""
+        self._images = images
         self.calls: queue.SimpleQueue[AgentCall] = queue.SimpleQueue()
         self._episodes: set[str] = set()
         self._bodies = BodyReader(MAX_BODY_BYTES, MAX_BODIES_BYTES)
@@ -173,7 +176,7 @@ class AgentEndpoint:
             return await self._write(http_request, parse_responses)
 
     async def _write(
-        self, http_request: Request, parse: Callable[[bytes], WrittenChat]
+        self, http_request: Request, parse: Callable[[bytes, ImageReader | None], WrittenChat]
     ) -> Response:
         """A turn in the dialect of a writer. A stream has it in one piece."""
         episode, (request, writer) = await self._read(http_request, parse)
@@ -190,17 +193,19 @@ class AgentEndpoint:
         return JSONResponse({"input_tokens": n_tokens})
 
     async def _reward(self, http_request: Request) -> Response:
-        episode, numbers = await self._read(http_request, parse_reward)
+        episode, numbers = await self._read(http_request, lambda raw, _: parse_reward(raw))
         call = RewardCall(episode, numbers)
         await self._results(http_request, call, call.futures)
         return JSONResponse({"reward": numbers["reward"]})
 
-    async def _read[T](self, http_request: Request, parse: Callable[[bytes], T]) -> tuple[str, T]:
+    async def _read[T](
+        self, http_request: Request, parse: Callable[[bytes, ImageReader | None], T]
+    ) -> tuple[str, T]:
         """(the episode, the parsed body) of a request. One that is rejected is counted."""
         episode = self._episode(http_request)
         async with self._bodies.read(http_request) as raw:
             with self._counted(episode):
-                return episode, await asyncio.to_thread(parse, raw)
+                return episode, await asyncio.to_thread(parse, raw, self._images)
 
     async def _replies(
         self, http_request: Request, episode: str, request: ChatRequest

@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.images.placed import PlacedTokens
+from jaxrl.data.images.placeholders import n_images
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Message
 from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.turns import Response
 from jaxrl.tool_calls.calls import calls_of
 from jaxrl.tool_calls.chat_message import as_message
-from jaxrl.types import Decode, Episode, Prompt, Rollout
+from jaxrl.types import Decode, Episode, ImageInput, Prompt, Rollout
 
+NO_TOKENS = PlacedTokens(np.zeros(0, np.int32))
 MAX_TOKEN_CHARS = 32  # larger requests than this per token of the context are not rendered
 CONTEXT_CODE, TURNS_CODE = "context_length_exceeded", "too_many_turns"
 
@@ -49,6 +52,7 @@ class Branch:
 
     response: Response  # all tokens after the prompt
     messages: tuple[Message, ...]
+    images: tuple[ImageInput, ...]  # of the messages
     tools: tuple[dict[str, Any], ...]
     n_prompt_messages: int  # messages before its first turn of the model
     ends: list[TurnEnd] = dataclasses.field(default_factory=list)
@@ -61,17 +65,22 @@ class Branch:
         for end in reversed(self.ends):
             n = end.n_messages
             if n < len(request.messages) and all(map(same, self.messages[:n], request.messages)):
-                return end
+                return end if self._has_images_of(request, n) else None
         return None
+
+    def _has_images_of(self, request: ChatRequest, n: int) -> bool:
+        """Whether the first `n` messages, whose text is equal, have the images of a request."""
+        ours = self.images[: n_images(self.messages[:n])]
+        pairs = zip(ours, request.images, strict=False)
+        return all(own.digest == other.digest for own, other in pairs)
 
     def conversation(self) -> Episode:
         n = self.n_prompt_messages
         return Episode(prompt_messages=self.messages[:n], completion_messages=self.messages[n:])
 
-    def tokens(self, end: TurnEnd) -> np.ndarray:
-        """int32, what the model saw and wrote up to a turn."""
-        after = np.array(self.response.tokens[: end.n_tokens], np.int32)
-        return np.concatenate([self.response.prompt.tokens, after])
+    def tokens(self, end: TurnEnd) -> PlacedTokens:
+        """The tokens that the model saw and wrote up to a turn."""
+        return self.response.placed.first(len(self.response.prompt.tokens) + end.n_tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,23 +89,25 @@ class PlacedTurn:
 
     request: ChatRequest
     branch: Branch | None  # that it continues; None: it begins one
-    kept: np.ndarray  # int32, tokens before the new messages
+    kept: PlacedTokens  # before the new messages
     n_kept: int  # messages that are not new
 
-    def render(self, renderer: ChatRenderer, eos_ids: Sequence[int]) -> np.ndarray:
-        """int32, the tokens of the new messages; on any thread.
+    def render(self, renderer: ChatRenderer, eos_ids: Sequence[int]) -> PlacedTokens:
+        """The tokens of the new messages; on any thread.
 
         Raises ValueError if the chat template rejects them.
         """
-        messages = self.request.messages
+        messages, images = self.request.messages, self.request.images
         if not self.n_kept:
-            return renderer.render_all([messages], [self.request.tools])[0]
-        return renderer.render_reply(
+            [tokens] = renderer.render_all([messages], [self.request.tools])
+            return renderer.place_images(tokens, images)
+        tokens = renderer.render_reply(
             messages[self.n_kept :],
             stop=eos_ids,
-            ended=self.kept[-1] in eos_ids,
+            ended=self.kept.tokens[-1] in eos_ids,
             calls=calls_of(messages[self.n_kept - 1]),
         )
+        return renderer.place_images(tokens, images[n_images(messages[: self.n_kept]) :])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,8 +116,8 @@ class PendingTurn:
 
     branch: Branch  # existing or new
     request: ChatRequest
-    tokens: np.ndarray  # int32, the input of the model
-    observation: np.ndarray  # int32, the part of it that the branch does not have yet
+    input: PlacedTokens  # of the model
+    observation: PlacedTokens  # the part of it that the branch does not have yet
     max_tokens: int
     seed: int
 
@@ -149,19 +160,19 @@ class AgentEpisode:
         self._n_started += 1
         return placed
 
-    def begin_turn(self, placed: PlacedTurn, new: np.ndarray) -> PendingTurn:
+    def begin_turn(self, placed: PlacedTurn, new: PlacedTokens) -> PendingTurn:
         """The turn, after the rendered tokens of its new messages.
 
         Raises RequestError if the context is exceeded.
         """
-        request, tokens = placed.request, np.concatenate([placed.kept, new])
+        request, tokens = placed.request, placed.kept.then(new)
         room = self._limits.context_len - len(tokens)
         if room < 1:
             self._finish = "length"
             raise self._too_long(f"{len(tokens)} tokens")
         branch, observation = placed.branch, new
         if branch is None:
-            branch, observation = self._new_branch(request, tokens), np.zeros(0, np.int32)
+            branch, observation = self._new_branch(request, tokens), NO_TOKENS
             branch.busy = True
         seed, n = self._turn_seed(tokens), min(request.max_tokens or room, room)
         return PendingTurn(branch, request, tokens, observation, n, seed)
@@ -193,7 +204,7 @@ class AgentEpisode:
             raise self._too_long(f"{request.size} characters")
         pairs = [(b, end) for b in self.branches if (end := b.continued_by(request)) is not None]
         if not pairs:
-            return PlacedTurn(request, None, np.zeros(0, np.int32), 0)
+            return PlacedTurn(request, None, NO_TOKENS, 0)
 
         def is_next(branch: Branch, end: TurnEnd) -> bool:
             return end is branch.ends[-1] and not branch.busy
@@ -202,14 +213,14 @@ class AgentEpisode:
         continued = branch if is_next(branch, end) else None
         return PlacedTurn(request, continued, branch.tokens(end), end.n_messages)
 
-    def _new_branch(self, request: ChatRequest, tokens: np.ndarray) -> Branch:
-        prompt = dataclasses.replace(self.prompt, tokens=tokens)
-        response = Response(prompt, self.sample)
-        return Branch(response, request.messages, request.tools, len(request.messages))
+    def _new_branch(self, request: ChatRequest, tokens: PlacedTokens) -> Branch:
+        prompt = dataclasses.replace(self.prompt, **tokens.fields)
+        response, n = Response(prompt, self.sample), len(request.messages)
+        return Branch(response, request.messages, request.images, request.tools, n)
 
-    def _turn_seed(self, tokens: np.ndarray) -> int:
+    def _turn_seed(self, tokens: PlacedTokens) -> int:
         """A seed for the turn that does not depend on the order in which requests arrive."""
-        key = zlib.crc32(tokens.tobytes())
+        key = zlib.crc32(tokens.tokens.tobytes() + "".join(tokens.digests).encode())
         n_equal = self._n_seen[key] = self._n_seen.get(key, -1) + 1
         return int(np.random.SeedSequence([self.seed, key, n_equal]).generate_state(1)[0])
 
@@ -228,12 +239,13 @@ class AgentEpisode:
             self.branches.remove(branch)
         self.branches.append(branch)
         if len(turn.observation):
-            branch.response.append_given(turn.observation.tolist())
+            branch.response.append_given(turn.observation)
         branch.response.extend(response)
         branch.response.finish = response.finish
         canonical = as_message(message)
         assert canonical is not None  # it has a role and text
         branch.messages = (*turn.request.messages, canonical)
+        branch.images = turn.request.images
         branch.ends.append(TurnEnd(len(branch.messages), len(branch.response.tokens)))
         self._n_turns += 1
         self.counts["malformed_calls"] += n_malformed
@@ -278,8 +290,14 @@ class AgentEpisode:
         elif main.finish != "length":
             main.finish = self._finish
         others = [b.response.freeze(decode, b.conversation()) for b in self.branches[:-1]]
-        others.sort(key=lambda r: (r.prompt.tokens.tolist(), r.tokens.tolist()))
+        others.sort(key=_content)
         return dataclasses.replace(main.freeze(decode, episode), branches=tuple(others))
+
+
+def _content(rollout: Rollout) -> tuple[list[int], list[int], list[str]]:
+    """The tokens and images of a conversation."""
+    digests = [placed.image.digest for placed in rollout.images]
+    return rollout.prompt.tokens.tolist(), rollout.tokens.tolist(), digests
 
 
 def same(ours: Message, theirs: Message) -> bool:

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from jaxrl.config.keys import SamplingConfig
+from jaxrl.data.images.placed import PlacedTokens
 from jaxrl.engine.api import Request, RequestEngine
 from jaxrl.environments.pool import EnvironmentPool, episode_task
 from jaxrl.http.errors import RequestError
@@ -29,6 +28,7 @@ from jaxrl.rollout.agents.endpoint import (
 )
 from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits, PendingTurn, PlacedTurn
 from jaxrl.rollout.agents.turn import TurnReader
+from jaxrl.rollout.request_images import EpisodeImages, features_of
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
 
@@ -68,8 +68,11 @@ class AgentRunner:
         *,
         sampling: SamplingConfig,
         limits: AgentLimits,
+        images: EpisodeImages | None = None,
     ):
+        """`images` is None in a run without images."""
         self.agents, self.reader, self.sampling, self.limits = agents, reader, sampling, limits
+        self.images = images
         self.turns: ActiveTurns[CalledTurn] = ActiveTurns(engine, reader.renderer.decode)
         self.waiting: collections.deque[AgentEpisode] = collections.deque()
         self.started: dict[int, AgentEpisode] = {}  # by number in the pool
@@ -174,7 +177,7 @@ class AgentRunner:
             episode.reject()
             return _fail(call.futures, error)
 
-        def answer(tokens: Future[np.ndarray]) -> None:
+        def answer(tokens: Future[PlacedTokens]) -> None:
             if (error := tokens.exception()) is not None:
                 _fail(call.futures, error)
             else:
@@ -237,12 +240,13 @@ class AgentRunner:
         """Queues a turn in the engine."""
         episode, turn = self.started[called.number], called.turn
         request = Request(
-            tokens=turn.tokens,
+            tokens=turn.input.tokens,
             max_tokens=turn.max_tokens,
             sampling=self.sampling,
             prompt_id=episode.prompt.id,
             sample=episode.sample,
             seed=turn.seed,
+            images=features_of(self.images, turn.input.images),
         )
         response = Response(episode.prompt, episode.sample)
         stop = (*self.sampling.stop, *turn.request.stop)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.images.placed import PlacedTokens
 from jaxrl.data.token_text import TokenTexts
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Json
@@ -35,8 +36,8 @@ class TurnReader:
         self._check_tools(request)
         return episode.find_turn(request)
 
-    def render(self, placed: PlacedTurn) -> np.ndarray:
-        """int32, the tokens of a turn's new messages; on any thread. Raises RequestError."""
+    def render(self, placed: PlacedTurn) -> PlacedTokens:
+        """The tokens of a turn's new messages; on any thread. Raises RequestError."""
         try:
             return placed.render(self.renderer, self.eos_ids)
         except ValueError as error:  # of the chat template
@@ -51,7 +52,7 @@ class TurnReader:
         reply = Reply(
             message,
             response.finish,
-            len(turn.tokens),
+            len(turn.input),
             len(response.tokens),
             self._logprobs(response) if turn.request.logprobs else (),
             ended_by if ended_by in turn.request.stop else "",
@@ -70,7 +71,7 @@ class TurnReader:
         self, turn: PendingTurn, response: Response, stop: Sequence[str]
     ) -> tuple[Json, int]:
         """(message in OpenAI's form, number of malformed tool calls)."""
-        in_thought = self.renderer.opens_thought(turn.tokens)
+        in_thought = self.renderer.opens_thought(turn.input.tokens)
         parsed = ParsedTurn(self._visible(response, stop))
         if turn.request.tools and turn.request.may_call:
             assert self._format is not None  # of `place`

@@ -16,7 +16,6 @@ from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.data.images.mrope import continue_text
 from jaxrl.data.packing import (
     Packed,
     gather,
@@ -49,7 +48,7 @@ def to_sample(
     rollout: Rollout, *, group: int = 0, turn_rewards: np.ndarray | None = None
 ) -> TrainingSample:
     """The training sample of a rollout, without advantages and values."""
-    prompt, axes = rollout.prompt, rollout.prompt.axis_positions
+    prompt = rollout.prompt
     return TrainingSample(
         prompt_tokens=prompt.tokens,
         tokens=rollout.tokens,
@@ -59,8 +58,8 @@ def to_sample(
         turn_rewards=turn_rewards,
         support=rollout.support,
         experts=rollout.experts,
-        images=prompt.images,
-        axis_positions=None if axes is None else continue_text(axes, len(rollout.tokens)),
+        images=rollout.images,
+        axis_positions=rollout.axis_positions,
         truncated=rollout.finish == "length",
         group=group,
         prompt_id=prompt.id,

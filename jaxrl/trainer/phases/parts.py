@@ -10,6 +10,7 @@ from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.parts import parse_parts, part_of
 from jaxrl.data.demonstrations import to_sample
+from jaxrl.data.image_places import is_text
 from jaxrl.types import Batch, Demonstration, TrainingSample
 
 
@@ -50,8 +51,11 @@ def with_part(
 def with_observations(
     samples: Sequence[TrainingSample], source: str, cfg: AlgorithmConfig
 ) -> list[TrainingSample]:
-    """The samples of a rollout with the tokens of its environment in their part, if one is set."""
-    return [with_part(s, "observations", ~s.loss_mask, source, cfg) for s in samples]
+    """The samples of a rollout with the tokens of its environment in their part, if one is set.
+
+    Tokens of images are in none: the model never writes them.
+    """
+    return [with_part(s, "observations", ~s.loss_mask & is_text(s), source, cfg) for s in samples]
 
 
 def given_samples(

@@ -15,7 +15,7 @@ from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.reward_shaping import length_penalty, soft_overlong, stop_properly
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
-from jaxrl.data.images.placeholders import IMAGE
+from jaxrl.data.images.references import IMAGE
 from jaxrl.data.iterator import PromptOutcome
 from jaxrl.learner.reward_model import PART
 from jaxrl.rewards.functions import metric_names
@@ -365,14 +365,14 @@ def sample_records(rollouts: Sequence[ScoredRollout], *, kind: str) -> list[dict
 
 
 def images_of(scored: Sequence[ScoredRollout]) -> list[ImageInput]:
-    """The images of the prompts."""
-    return [placed.image for one in scored for placed in one.rollout.prompt.images]
+    """The images of prompts and episodes."""
+    return [placed.image for one in scored for placed in one.rollout.images]
 
 
 def _sample_record(scored: ScoredRollout, kind: str) -> dict[str, Any]:
     rollout, prompt = scored.rollout, scored.rollout.prompt
     question = (rollout.prompt_messages or prompt.messages)[-1]["content"]
-    images = [image_name(placed.image) for placed in prompt.images]
+    images = [image_name(placed.image) for placed in rollout.images]
     return {
         "kind": kind,
         "prompt_id": prompt.id,

@@ -20,6 +20,7 @@ from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.multi_turn import EpisodeLimits
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.rollout.remote.weights import RemoteWeights
+from jaxrl.rollout.request_images import EpisodeImages
 from jaxrl.tool_calls.formats import ToolFormat, tool_format
 from jaxrl.trainer.core import Core, Source
 from jaxrl.trainer.phases.sampling import SyncSource, policy_on_host
@@ -28,6 +29,7 @@ from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.trainer.schedule.source import AsyncSource, PartialSource
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.host import Environments, HostSide, open_environments
+from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.workers import make_workers
 from sharding import hosts
 
@@ -71,8 +73,16 @@ def open_engines(
         progress=session.progress,
         stop=session.stop,
         n_generating=generating_processes(cfg),
-        encoder=encoder,
+        images=open_images(models, encoder),
     )
+
+
+def open_images(models: Models, encoder: ImageEncoder | None) -> EpisodeImages | None:
+    """The reader and the encoder of images for rollouts; None in a run without images."""
+    if encoder is None:
+        return None
+    assert models.images is not None, "a run with a tower reads images"
+    return EpisodeImages(models.images, encoder)
 
 
 def with_idle_policy(engines: Engines, core: Core) -> Engines:
@@ -162,5 +172,6 @@ def make_loop(cfg: RunConfig, engines: Engines, stack: contextlib.ExitStack) -> 
     The processes in `engines` stay free for validation and baselines, while episodes of later steps
     are in flight.
     """
-    runner = engines.runner(open_environments(cfg, stack), cfg.rollout.sampling)
+    reader = None if engines.images is None else engines.images.reader
+    runner = engines.runner(open_environments(cfg, stack, reader), cfg.rollout.sampling)
     return RolloutLoop(runner, n=cfg.rollout.n, keep_kv=cfg.schedule.keep_kv)

@@ -14,6 +14,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.parts import parse_parts, part_of
 from jaxrl.data.demonstrations import demonstration_maker
 from jaxrl.data.difficulty import DifficultyIterator
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.items import ItemMaker, load_items, load_sources
 from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems, StepItems
 from jaxrl.data.mixing import MixedIterator, most_per_step, shares
@@ -71,7 +72,7 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
         demonstrations = open_demonstrations(cfg, models)
         check_part_sources(cfg, iterator.items, demonstrations)
         rewards = open_rewards(session, models, iterator.items, val, own)
-        environments = open_environments(cfg, session.stack)
+        environments = open_environments(cfg, session.stack, models.images)
     host = HostSide(session, models, val, iterator, rewards, environments, demonstrations)
     check_items(host)
     return host
@@ -99,7 +100,7 @@ def open_evaluation_host(session: Session, own: OwnFunctions | None = None) -> H
     with hosts.raise_together():
         prompts = load_val(cfg, make_prompt_maker(cfg, models))
         rewards = open_rewards(session, models, prompts, [], own)
-        environments = open_environments(cfg, session.stack)
+        environments = open_environments(cfg, session.stack, models.images)
     session.progress.status(f"data: {len(prompts)} prompts")
     check_same_data({"data.val": prompts})
     return HostSide(session, models, prompts, rewards=rewards, environments=environments)
@@ -132,12 +133,19 @@ def open_rewards(
     return rewards
 
 
-def open_environments(cfg: RunConfig, stack: contextlib.ExitStack) -> Environments | None:
-    """The processes of environments, or of agents with their endpoint; None if none is set."""
+def open_environments(
+    cfg: RunConfig, stack: contextlib.ExitStack, images: ImageReader | None
+) -> Environments | None:
+    """The processes of environments, or of agents with their endpoint; None if none is set.
+
+    `images` reads those of agents' messages; None is a run that reads text.
+    """
     if not cfg.env.episodes:
         return None
     pool = stack.enter_context(EnvironmentPool(cfg.env))
-    return Agents(pool, stack.enter_context(AgentEndpoint())) if cfg.env.program else pool
+    if not cfg.env.program:
+        return pool
+    return Agents(pool, stack.enter_context(AgentEndpoint(images)))
 
 
 def check_items(host: HostSide) -> None:
@@ -159,8 +167,9 @@ def check_image_rollouts(cfg: RunConfig, decoder: DecoderConfig) -> None:
         f"a {decoder.family} model, whose engine would need all tokens of an image at once": any(
             mixer.whole_images for mixer in decoder.attention_layers
         ),
-        "environments and agents (config.env)": cfg.env.episodes,
-        f"config.schedule.mode={cfg.schedule.mode!r}": cfg.schedule.mode == "async",
+        "config.schedule.mode='async' and a trained tower (config.model.freeze_vision)": (
+            cfg.schedule.mode == "async" and decoder.tower is not None
+        ),
         "rollout workers (config.schedule.rollout_workers)": cfg.schedule.rollout_workers,
         "several processes": hosts.n_processes() > 1,
     }

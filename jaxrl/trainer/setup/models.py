@@ -26,6 +26,7 @@ from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors, frozen_parts
 from jaxrl.models.lora import adapters, check_frozen_parts, frozen_tensors
 from jaxrl.models.vision.config import TowerConfig
+from jaxrl.models.vision.files import same_tower
 from jaxrl.models.vision.towers import known_tower, with_trained_tower
 from jaxrl.tracking.progress import Progress
 from sharding import hosts
@@ -81,7 +82,7 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         if prints_date(renderer.template):
             progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
         decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
-        check_one_tower(cfg)
+        check_one_tower(cfg, folders)
         check_critic(cfg, folders.critic, renderer.tokenizer)
         check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
         check_adapters(cfg, folders, decoder)
@@ -140,18 +141,23 @@ def resolve_optional(key: str, path: str) -> Path | None:
     return resolve_model(path, key=f"config.{key}") if path else None
 
 
-def check_one_tower(cfg: RunConfig) -> None:
-    """Raises ValueError for images with a second model: all read the policy's features."""
-    others = {
-        "critic.path": cfg.critic.path,
-        "algorithm.teacher": cfg.algorithm.teacher,
-        "reward_model.path": cfg.reward_model.path,
-    }
-    if cfg.data.images and (given := next((key for key, path in others.items() if path), "")):
+def check_one_tower(cfg: RunConfig, folders: ModelFolders) -> None:
+    """Raises ValueError for images with a model of another tower: all read the same features."""
+    if not cfg.data.images:
+        return
+    if cfg.reward_model.path:
         raise ValueError(
-            f"config.{given} is another model, and images (config.data.images) are supported with "
-            f"the policy's own vision tower only; leave out config.{given}"
+            "config.reward_model.path scores text, and the run has images (config.data.images); "
+            "leave it out, and score responses with config.reward.functions"
         )
+    others = {"critic.path": folders.critic, "algorithm.teacher": folders.reference}
+    for key, folder in others.items():
+        if folder != folders.policy and not same_tower(folders.policy, folder):
+            raise ValueError(
+                f"config.{key}={folder} has not the vision tower of the policy, whose features all "
+                "models of a run with images (config.data.images) read; set it to a model that was "
+                "trained from the policy's model with a frozen tower, or leave it out"
+            )
 
 
 def check_critic(cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

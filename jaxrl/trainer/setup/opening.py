@@ -60,6 +60,7 @@ from jaxrl.trainer.setup.engines import (
     load_reward_model,
     make_source,
     open_engines,
+    open_images,
     with_idle_policy,
 )
 from jaxrl.trainer.setup.host import HostSide, open_evaluation_host, open_host, open_offline_host
@@ -137,9 +138,7 @@ def open_evaluation(
         layout = engines.layout
         assert isinstance(layout, Layout) and host.rewards is not None
         stack.enter_context(layout.on_mesh())
-        if (encoder := make_encoder(host, policy, layout.rules)) is not None:
-            encoder.load()
-            engines = dataclasses.replace(engines, encoder=encoder)
+        engines = with_own_tower(engines, host, policy)
         with session.progress.waiting("loading weights, compiling prefill and decode"):
             folder = host.models.folders.policy
             params = load_params(folder, layout.rules, policy.decoder, layout.dtype)
@@ -217,6 +216,17 @@ def make_encoder(host: HostSide, policy: Policy, rules: Rules) -> ImageEncoder |
     return ImageEncoder(models.folders.policy, models.tower, policy.decoder, rules, policy.dtype)
 
 
+def with_own_tower(engines: Engines, host: HostSide, policy: Policy) -> Engines:
+    """Engines whose images are read by a tower on their own mesh, if the run has images."""
+    layout = engines.layout
+    assert isinstance(layout, Layout), "rollout workers read no images"
+    with layout.on_mesh():
+        if (encoder := make_encoder(host, policy, layout.rules)) is None:
+            return engines
+        encoder.load()
+    return dataclasses.replace(engines, images=open_images(host.models, encoder))
+
+
 def start_run(devices: Devices) -> Run:
     """Loads the weights of an RL run and compiles the rest of its programs."""
     host, engines = devices.host, devices.engines
@@ -224,6 +234,8 @@ def start_run(devices: Devices) -> Run:
     cfg = host.session.cfg
     core = load_core(devices, has_reference=needs_ref(cfg))
     engines = with_idle_policy(engines, core)
+    if host.models.tower is not None and cfg.schedule.mode == "async":  # generates in a thread
+        engines = with_own_tower(engines, host, devices.policy)
     run = Run(
         core=core,
         rewards=host.rewards,

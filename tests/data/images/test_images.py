@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from jaxrl.data.content import content
-from jaxrl.data.images.placeholders import IMAGE
+from jaxrl.data.images.references import IMAGE
 from tests.data.images.pictures import encoded, picture
 
 WIDE, TALL = encoded(picture(24, 8)), encoded(picture(16, 32), "JPEG")  # 3 and 8 tokens

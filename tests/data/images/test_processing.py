@@ -7,8 +7,8 @@ import pytest
 import transformers
 
 from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.data.images.placeholders import IMAGE
 from jaxrl.data.images.processing import ImageProcessor
+from jaxrl.data.images.references import IMAGE
 from jaxrl.data.tokenizer import load_tokenizer
 from scripts.make_tiny_vlm import TEMPLATE
 from tests.data.images import pictures

@@ -15,11 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.check_model import LoadedModel, check_export
+from jaxrl.models.files.atomic_folder import write_json
 from jaxrl.models.files.export_form import export_form
 from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.hf_save import SaveSettings, convert_model, copied_parts, save_model
-from jaxrl.models.files.kept_record import warn_of_change, write_record
+from jaxrl.models.files.kept_record import RECORD, kept_record, warn_of_change, write_record
 from sharding import TRAIN
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -175,3 +176,16 @@ def test_a_folder_that_changed_since_the_start_of_a_run_is_named(change, message
         warn_of_change(run, source)
     with pytest.warns(UserWarning, match=rf"{message}.*restore the folder and run python -m jaxrl"):
         warn_of_change(run, other)
+
+
+def test_a_record_without_the_tower_is_that_of_an_unchanged_folder(tmp_path):
+    folder = Path(__file__).parents[1] / "vision" / "golden" / "qwen3_vl"
+    record, before = kept_record(folder), kept_record(folder, text_only=True)
+    assert record["n_tensors"] > before["n_tensors"] == 0
+    write_json(tmp_path / RECORD, before)  # as earlier versions wrote it
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_change(tmp_path, folder)
+    write_json(tmp_path / RECORD, before | {"n_tensors": 3})
+    with pytest.warns(UserWarning, match="has changed"):
+        warn_of_change(tmp_path, folder)
