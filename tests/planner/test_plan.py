@@ -160,13 +160,16 @@ def test_jobs_without_a_plan_are_rejected(words, message):
 
 @pytest.mark.thorough
 def test_the_command_plans_the_tower_of_a_run_with_images(monkeypatch):
-    given = {}
-    monkeypatch.setattr(plan_command, "make_plan", lambda *_, **named: given.update(named))
+    def made_with(*_, **named):
+        raise KeyError(named["tower"])  # instead of a plan
+
+    monkeypatch.setattr(plan_command, "make_plan", made_with)
     folder = str(ROOT / "tests/models/vision/golden/qwen3_vl")
     tower, text = tower_shape(folder), model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
     machine = Topology("h100", "gpu", CHIPS["h100"], [None])
-    plan_command._plan(Job(run(), text, machine, Lengths(8, 8), tower=tower))
-    assert given["tower"] == tower
+    with pytest.raises(KeyError) as caught:
+        plan_command._plan(Job(run(), text, machine, Lengths(8, 8), tower=tower))
+    assert caught.value.args == (tower,)
 
 
 def test_the_tower_and_features_of_images_are_counted():
