@@ -18,13 +18,14 @@ import transformers
 from make_golden_towers import QWEN, TABLE, TEXT, TOKENS, randomise
 
 ROPE = dict(rope_type="default", rope_theta=50.0, mrope_section=[2, 1, 1])
-LAYERS = TEXT | dict(num_hidden_layers=3, rope_parameters=ROPE)
+LAYERS = TEXT | dict(num_hidden_layers=3, num_key_value_heads=2, rope_parameters=ROPE)
 MODELS = {
     "qwen3_vl": ("Qwen3VL", TABLE | dict(deepstack_visual_indexes=[0, 2]), LAYERS),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         QWEN | dict(window_size=8, fullatt_block_indexes=[1]),
-        {k: v for k, v in LAYERS.items() if k != "head_dim"} | dict(num_attention_heads=1),
+        {k: v for k, v in LAYERS.items() if k != "head_dim"}
+        | dict(num_attention_heads=1, num_key_value_heads=1),
     ),
 }
 IMAGE, START, END = 5, 7, 8

@@ -9,6 +9,7 @@ import tempfile
 from typing import Any
 
 from jaxrl.config.agent_command import PLACEHOLDER, command_words
+from jaxrl.json_text import parse_json
 
 _OUTPUT_CHARS = 2000  # of a failed program that are shown
 _LINE_BYTES = 1 << 16  # of the output's end that are read
@@ -83,7 +84,7 @@ def _result(status: int, output: str) -> dict[str, Any] | None:
         raise RuntimeError(f"the command failed with {how}: {output[-_OUTPUT_CHARS:]}")
     last = output.rpartition("\n")[2]
     try:
-        numbers = json.loads(last)
+        numbers = parse_json(last)
     except ValueError:
         return None
     return numbers if isinstance(numbers, dict) and "reward" in numbers else None

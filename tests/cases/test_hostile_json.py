@@ -150,13 +150,14 @@ def test_hostile_json_from_the_socket_of_an_environment_is_a_protocol_error(text
         "error": "",
         "rewarded": True,
         "tools": [],
+        "images": [],
     }
     with pytest.raises(ProtocolError, match=r"the tool call .*'f'"):
         read_turn(exchanged(json.dumps(turn).encode()))
 
 
 def test_the_deepest_arguments_of_an_environment_reach_the_trainer():
-    messages = checked_messages([tool_message(json.dumps(nested(MAX_DEPTH)))], "step")
+    messages, _ = checked_messages([tool_message(json.dumps(nested(MAX_DEPTH)))], "step")
     ours, theirs = socket.socketpair()
     channel, worker = Channel(ours), WorkerChannel(theirs)
     with contextlib.closing(channel), contextlib.closing(worker):
