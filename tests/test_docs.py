@@ -50,6 +50,17 @@ def test_config_page_is_up_to_date():
     )
 
 
+def test_every_page_is_in_a_table_of_contents():
+    docs = ROOT / "docs"
+    pages = {page: page.read_text() for page in PAGES if docs in page.parents}
+    listed = {docs / "index.md"}
+    for page, text in pages.items():
+        for block in re.findall(r"```{toctree}\n(.*?)```", text, re.DOTALL):
+            names = [line for line in block.splitlines() if line[:1] not in ("", ":")]
+            listed |= {page.parent / f"{name}.md" for name in names}
+    assert not set(pages) - listed
+
+
 def test_the_gallery_of_configs_is_up_to_date():
     page = (ROOT / "docs" / "reference" / "configs.md").read_text()
     assert page == config_gallery.page(), (

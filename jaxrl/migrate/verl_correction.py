@@ -35,7 +35,7 @@ def rejections(found: Migration) -> None:
     if name in found.settings.unresolved:
         return
     names = [part.strip() for part in str(found.get(name)).split(",") if part.strip()]
-    if names == ["None"]:
+    if names in ([], ["None"]):
         found.config["algorithm.rejection"] = "none"
         return
     if unknown := [one for one in names if one not in REJECTIONS or one == "none"]:
@@ -55,7 +55,7 @@ def rejections(found: Migration) -> None:
     found.config |= {f"algorithm.rejection_{bound}": value for bound, value in first.items()}
     if others:
         found.config["algorithm.more_rejections"] = tuple(
-            f"{one}?" + "&".join(f"{bound}={value:g}" for bound, value in bounds.items())
+            f"{one}?" + "&".join(f"{bound}={value!r}" for bound, value in bounds.items())
             for one, bounds in zip(names[1:], others, strict=True)
         )
 

@@ -247,7 +247,7 @@ def _add_resharding(
     return role_weights
 
 
-def tower_bytes(tower: TowerConfig | None, layout: Layout, mesh: Mesh) -> int:
+def rollout_tower_bytes(tower: TowerConfig | None, layout: Layout, mesh: Mesh) -> int:
     """Bytes per device of a tower on the mesh of separate rollout devices."""
     if tower is None:
         return 0
@@ -281,7 +281,7 @@ def _with_engine(
     n_bytes = bytes_per_device(weights)
     aliased, copied = (0, 0) if devices else layout.weight_bytes(params)
     used = (
-        n_copies(cfg) * n_bytes + tower_bytes(tower, layout, mesh)
+        n_copies(cfg) * n_bytes + rollout_tower_bytes(tower, layout, mesh)
         if devices
         else sum(programs.resident.values()) + n_bytes - aliased
     )

@@ -254,10 +254,13 @@ def test_several_rejections_have_a_threshold_each_or_one_for_all():
     found = migrate({name: "seq_max_k2, token_k1", name + "_threshold": "2.5,0.5_1.25"})
     assert found.config["algorithm.rejection"] == "seq_max_k2"
     assert found.config["algorithm.rejection_max"] == 2.5
-    assert found.config["algorithm.more_rejections"] == ("token_k1?low=0.8&high=2",)
+    assert found.config["algorithm.more_rejections"] == ("token_k1?low=0.8&high=2.0",)
     found = migrate({name: "token_k3,seq_max_k3", name + "_threshold": 0.5})
     assert found.config["algorithm.rejection_max"] == 0.5
     assert found.config["algorithm.more_rejections"] == ("seq_max_k3?max=0.5",)
+    found = migrate({name: "token_k2,seq_max_k2", name + "_threshold": 2.0000001})
+    assert found.config["algorithm.more_rejections"] == ("seq_max_k2?max=2.0000001",)
+    assert migrate({name: ""}).config["algorithm.rejection"] == "none"
     found = migrate({name: "token_k1,token_k2,token_k3", name + "_threshold": "1,2"})
     assert name + "_threshold" in notes(found, REFUSED)
     found = migrate({name: "token_k1,token_k9", name + "_threshold": 2})
