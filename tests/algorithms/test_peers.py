@@ -7,145 +7,48 @@ several micro-batches, the ports (peers.py) see padded rows. Losses are compared
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.kl import KL_ESTIMATORS
-from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, apply_mask
+from jaxrl.algorithms.losses.aggregation import AGGREGATIONS
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.losses.preference import dpo, ipo, kto
 from jaxrl.algorithms.losses.rejection import REJECTIONS
 from jaxrl.algorithms.losses.value_loss import value_loss
-from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.data.packing import gather, pack
+from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.learner.policy_objective import (
     accepted_tokens,
     importance_weights,
     on_policy_tokens,
     policy_loss,
-    policy_loss_inputs,
     reference_kl,
     token_loss_sums,
 )
 from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
 from jaxrl.trainer.phases.mini_batches import MiniBatch, with_mean_weight
-from jaxrl.trainer.phases.parts import sequences_weight
-from jaxrl.types import TrainingSample
 from tests.algorithms import peers
-
-N, T, SAMPLES, LONGEST = 12, 11, 4, 16
-RNG = np.random.default_rng(3)
-LENGTHS = RNG.integers(3, T + 1, N)
-IN_RESPONSE = np.arange(T) < LENGTHS[:, None]
-MASK = (IN_RESPONSE & (RNG.random((N, T)) > 0.25)).astype(float)
-MASK[:, 0] = 1.0
-
-
-def logps(base=None, spread=0.3):
-    """Logprobs around -3, or around others."""
-    around = np.full((N, T), -3.0) if base is None else base
-    return (around + spread * RNG.standard_normal((N, T))).astype(np.float32).astype(float)
-
-
-ROLLOUT = logps()
-OLD = logps(ROLLOUT)
-BATCH = peers.Responses(
-    mask=MASK,
-    logp=logps(OLD),
-    old_logp=OLD,
-    rollout_logp=ROLLOUT,
-    ref_logp=logps(OLD, 0.5),
-    advantages=(RNG.standard_normal((N, 1)) * np.ones((N, T))).astype(np.float32).astype(float),
-    selected=(RNG.random((N, T)) > 0.6).astype(float),
+from tests.algorithms.responses import (
+    BATCH,
+    FILLED,
+    IN_RESPONSE,
+    LENGTHS,
+    LONGEST,
+    MASK,
+    MICRO_BATCHES,
+    SAMPLES,
+    N,
+    T,
+    config,
+    loss_and_gradient,
+    placed,
+    sample,
+    token_values,
 )
 
-
-def sample(i: int) -> TrainingSample:
-    """Response i after a prompt of 2 to 5 tokens."""
-    inside = IN_RESPONSE[i]
-    return TrainingSample(
-        prompt_tokens=np.arange(2 + i % 4, dtype=np.int32),
-        tokens=np.arange(LENGTHS[i], dtype=np.int32),
-        loss_mask=MASK[i][inside] > 0,
-        rollout_logp=ROLLOUT[i][inside].astype(np.float32),
-        advantages=BATCH.advantages[i][inside].astype(np.float32),
-        selected=BATCH.selected[i][inside] > 0,
-        group=i // SAMPLES,
-    )
-
-
-PACKED = pack([sample(i) for i in range(N)], shapes=((4, 16),), align=4, n_ranks=1)
-
-
-def placed(rows):
-    """[N, T] values at the tokens of every micro-batch; 50 at prompts and padding."""
-    arrays = []
-    for micro in PACKED:
-        array = np.full(micro.batch.tokens.shape, 50.0, np.float32)
-        for span in micro.spans:
-            values = rows[span.item][: span.length]
-            array[span.row, span.start : span.start + span.length] = values
-        arrays.append(array)
-    return arrays
-
-
-FILLED = [
-    dataclasses.replace(
-        micro,
-        batch=jax.tree.map(jnp.asarray, micro.batch.replace(old_logp=old, ref_logp=ref)),
-    )
-    for micro, old, ref in zip(PACKED, placed(BATCH.old_logp), placed(BATCH.ref_logp), strict=True)
-]
-MICRO_BATCHES = [micro.batch for micro in FILLED]
-
-
-def rows_of(arrays):
-    """Per-token values of the micro-batches as [N, T] rows, 0 outside of the mask."""
-    found = gather([np.asarray(x) for x in arrays], PACKED)
-    padded = [np.pad(x, (0, T - len(x))) for x in found]
-    return np.stack(padded) * MASK
-
-
-def config(**algorithm) -> RunConfig:
-    keys = dict(old_logp="recompute", clip_low=0.2, clip_high=0.28) | algorithm
-    return RunConfig(algorithm=AlgorithmConfig(**keys))
-
-
-def inputs_of(logp, batch, cfg):
-    """Everything that a loss, correction or rejection reads."""
-    masked, behavior = (apply_mask(x, batch.mask) for x in (logp, batch.behavior_logp))
-    return policy_loss_inputs(masked, behavior, batch, cfg)
-
-
-def token_values(function, cfg):
-    """[N, T] values of function(inputs, algorithm) over all micro-batches."""
-    pairs = zip(MICRO_BATCHES, placed(BATCH.logp), strict=True)
-    found = [
-        function(inputs_of(jnp.asarray(logp), batch, cfg), cfg.algorithm) for batch, logp in pairs
-    ]
-    return rows_of(found)
-
-
-def loss_and_gradient(function, cfg, aggregation="token_mean"):
-    """Loss of all micro-batches and its gradient [N, T], for function(inputs, batch, algorithm)."""
-
-    def total(logp, batch):
-        loss = function(inputs_of(logp, batch, cfg), batch, cfg.algorithm)
-        return aggregate(
-            loss, batch.mask, batch.response_len, mode=aggregation, max_response_len=LONGEST
-        )
-
-    sums, weights, grads = 0.0, 0.0, []
-    for batch, logp in zip(MICRO_BATCHES, placed(BATCH.logp), strict=True):
-        (value, weight), grad = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logp), batch)
-        assert not np.asarray(grad)[np.asarray(batch.mask) == 0].any()
-        sums, weights = sums + float(value), weights + float(weight)
-        grads.append(grad)
-    weights += sequences_weight([], mode=aggregation)
-    return sums / weights, rows_of(grads) / weights
+RNG = np.random.default_rng(5)
 
 
 def assert_same(got, peer_loss, aggregation="token_mean"):
