@@ -135,7 +135,7 @@ FAMILIES = {
             "of TPU v5e.",
             "Five of six layers have a window. Keys and values of E2B's and E4B's last layers are "
             "those of earlier ones, so their KV pages are few.",
-            "The inputs of each layer by token are a table of 2.2 (E2B) and 2.6 (E4B) billion "
+            "The inputs of each layer by token are a table of 2.3 (E2B) and 2.8 (E4B) billion "
             "parameters. Devices that shard it exchange rows, and none has the whole table.",
             "26B-A4B has experts next to an MLP. Its experts have no adapters "
             "([notes](../reference/models.md#gemma-4)).",
