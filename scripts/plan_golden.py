@@ -82,6 +82,8 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_gemma_4_e4b.v5e-2x4": ("grpo_gemma_4_e4b", "v5e:2x4", {}),
     "grpo_gemma_4_31b_lora.v5e-2x4": ("grpo_gemma_4_31b_lora", "v5e:2x4", {}),
     "grpo_deepseek_v3_lora_h100.h100-64": ("grpo_deepseek_v3_lora_h100", "h100:64", {}),
+    "grpo_glm_4_5_air.h100-8": ("grpo_glm_4_5_air", "h100:8", {}),
+    "grpo_glm_4_5_air.v5p-2x2x2": ("grpo_glm_4_5_air", "v5p:2x2x2", {}),
 }
 WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     "grpo_7b.v5e-2x4": (

@@ -1,6 +1,12 @@
 """Device meshes, the rules that map logical array axes to mesh axes, and resharding of trees."""
 
-from sharding.collectives import gather_matrix, gather_residual, scatter_residual
+from sharding.collectives import (
+    gather_matrix,
+    gather_residual,
+    gather_rows,
+    gather_shards,
+    scatter_residual,
+)
 from sharding.mesh import (
     MESH_AXES,
     abstract_mesh,
@@ -61,6 +67,8 @@ __all__ = [
     "first_devices",
     "gather_matrix",
     "gather_residual",
+    "gather_rows",
+    "gather_shards",
     "host_bytes_per_device",
     "is_on_host",
     "make_mesh",

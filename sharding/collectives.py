@@ -6,9 +6,11 @@ The stream is sharded over the devices of `residual`.
 import math
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from sharding.mesh import target_platform
 from sharding.rules import Rules
 
 
@@ -39,6 +41,57 @@ def gather_matrix(
     others = tuple(axis for axis in rows if axis not in axes)
     spec = jax.P(*flat, reduced=frozenset(rows))
     return jax.shard_map(local, in_specs=rules.spec(*logical), out_specs=spec)(w)
+
+
+def gather_shards(w: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """shard_map body: the shards of `axes` joined along a dimension.
+
+    XLA on GPU gathers only along the major dimension in memory. For another one it would choose
+    that memory order, also for the stack of all layers from which a loop takes `w`: a transposed
+    copy of the weights of all layers, and of their gradients. There the shards get a leading
+    dimension of their number, and only the result is transposed.
+    """
+    if target_platform() != "gpu" or dim == 0:
+        return lax.all_gather(w, axes, axis=dim, tiled=True)
+    parts = jnp.moveaxis(lax.all_gather(w, axes), 0, dim)
+    return parts.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
+
+
+def gather_rows(
+    table: jax.Array, indices: jax.Array, rules: Rules, logical: tuple[str | None, str | None]
+) -> jax.Array:
+    """Rows [B, T, F] of a table [V, F] at `indices` [B, T]; no device holds more than its shard.
+
+    A device reads its part of the rows of all devices that share the features ("w_embed"), and
+    these devices exchange the parts. Backward sends them back and adds them to the shard, so no
+    gradient of the whole table exists either. Rows of other shards of the first axis are zeros in
+    a sum over them.
+    """
+    tokens, out = rules.spec("batch", "time"), rules.spec("batch", "time", None)
+    if rules.n_shards("w_embed") == 1:
+        table = jax.reshard(table, rules.gathered(*logical))
+        return table.at[indices].get(out_sharding=out)
+    axes, rows = rules.mesh_axes("w_embed"), rules.mesh_axes("batch") + rules.mesh_axes("time")
+    vocab = rules.mesh_axes(logical[0]) if logical[0] else ()
+    exchange = set(axes) <= set(rows)  # else the devices have the same rows
+
+    def local(table: jax.Array, indices: jax.Array) -> jax.Array:
+        flat = indices.reshape(-1)
+        if exchange:
+            flat = lax.all_gather(flat, axes, tiled=True)
+        if vocab:
+            flat = flat - lax.axis_index(vocab) * len(table)
+        inside = (flat >= 0) & (flat < len(table))
+        part = jnp.where(inside[:, None], table[jnp.where(inside, flat, 0)], 0)
+        part = lax.psum(part, vocab) if vocab else part
+        if exchange:
+            part = lax.all_to_all(part, axes, split_axis=0, concat_axis=1, tiled=True)
+        return part.reshape(*indices.shape, -1)
+
+    specs = rules.spec(*logical), tokens
+    found = out if exchange else rules.spec("batch", "time", "w_embed")
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=found)
+    return jax.reshard(mapped(table, jax.reshard(indices, tokens)), out)
 
 
 def gather_residual(x: jax.Array, rules: Rules) -> jax.Array:

@@ -80,7 +80,8 @@ def test_the_pages_of_models_have_every_family_and_its_settings():
         assert page.startswith(models_page.introduction(family)), MODEL_PAGES
         assert re.findall("^## (.*)", page, re.MULTILINE) == list(family.models), MODEL_PAGES
     model = "google/gemma-3-1b-it"
-    row = models_page.row(model, model_shape(model), "h100:1", "1 H100 (80 GB)", "LoRA")
+    keys, shown = models_page.WEIGHTS["LoRA"], "1 H100 (80 GB) | LoRA"
+    row = models_page.row(model, model_shape(model), "h100:1", shown, keys)
     assert row in (folder / "gemma3.md").read_text(), MODEL_PAGES
 
 

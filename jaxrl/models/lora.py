@@ -137,7 +137,8 @@ def is_optional(name: str) -> bool:
     These are experts, tables, the gate of a shared expert, which has one output, and the layers of
     a vision tower.
     """
-    optional = ".experts." in name or name.endswith(SHARED_GATE) or name in TABLES.values()
+    experts = "experts" in name.split(".")
+    optional = experts or name.endswith(SHARED_GATE) or name in TABLES.values()
     return optional or is_of_tower(name)
 
 

@@ -51,7 +51,10 @@ class Family:
     model_types: str
     models: tuple[str, ...]
     notes: tuple[str, ...]
+    no_adapters: tuple[str, ...] = ()  # lora.exclude_modules
 
+
+DENSE_AND_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # of both, in adapter files
 
 FAMILIES = {
     "qwen2_5": Family(
@@ -122,6 +125,47 @@ FAMILIES = {
             "Layers alternate between a window of 128 tokens and none. Adapters are on attention "
             "only ([notes](../reference/models.md#gpt-oss)).",
         ),
+    ),
+    "gemma4": Family(
+        "Gemma 4",
+        "gemma4, gemma4_text",
+        tuple(f"google/gemma-4-{size}-it" for size in ("E2B", "E4B", "31B", "26B-A4B")),
+        (
+            "`configs/grpo_gemma_4_e4b.py` and `configs/grpo_gemma_4_31b_lora.py` are for one host "
+            "of TPU v5e.",
+            "Five of six layers have a window. Keys and values of E2B's and E4B's last layers are "
+            "those of earlier ones, so their KV pages are few.",
+            "The inputs of each layer by token are a table of 2.3 (E2B) and 2.8 (E4B) billion "
+            "parameters. Devices that shard it exchange rows, and none has the whole table.",
+            "26B-A4B has experts next to an MLP. Its experts have no adapters "
+            "([notes](../reference/models.md#gemma-4)).",
+        ),
+    ),
+    "glm4_5": Family(
+        "GLM-4.5",
+        "glm4_moe",
+        ("zai-org/GLM-4.5-Air",),
+        (
+            "The first layer is dense, and its projections have the names of those of experts in "
+            "adapter files. The rows with LoRA leave out both ([LoRA](../how_to/lora.md)).",
+            "[Mixtures of experts](../concepts/moe.md) explains the keys of experts and of the "
+            "router's correction bias.",
+        ),
+        DENSE_AND_EXPERTS,
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek-V3",
+        "deepseek_v3",
+        ("moonshotai/Moonlight-16B-A3B-Instruct", "deepseek-ai/DeepSeek-V3"),
+        (
+            "KV pages hold one latent per token for all heads "
+            "([notes](../reference/models.md#latent-attention)).",
+            "The first layers are dense, and their projections have the names of those of experts "
+            "in adapter files. The rows with LoRA leave out both ([LoRA](../how_to/lora.md)).",
+            "`configs/grpo_deepseek_v3_lora_h100.py` trains adapters over an int8 base on 64 H100. "
+            "The rows here have a bfloat16 base.",
+        ),
+        DENSE_AND_EXPERTS,
     ),
     "llama3": Family(
         "Llama 3",
@@ -200,13 +244,9 @@ layers without experts ([LoRA](../how_to/lora.md)). NAME is, in the order of the
 
 # Families that load and have no page: an example of each, with its type.
 OTHERS = {
-    "google/gemma-4-31b-it, 26b-a4b-it, e4b-it, e2b-it": "`gemma4`; "
-    "[notes](../reference/models.md#gemma-4)",
     "google/gemma-4-12B-it": "`gemma4_unified`; the language model",
     "zai-org/GLM-4.7-Flash": "`glm4_moe_lite`; [notes](../reference/models.md#latent-attention)",
-    "moonshotai/Moonlight-16B-A3B-Instruct": "`deepseek_v3`; Kimi-K2 is `kimi_k2`",
-    "zai-org/GLM-4.5-Air": "`glm4_moe`; LoRA needs `lora.target_modules` or "
-    "`lora.exclude_modules`, because dense layers and experts have the same names",
+    "moonshotai/Kimi-K2-Instruct": "`kimi_k2`, which is `deepseek_v3` with another name",
     "allenai/OLMo-2-1124-7B-Instruct": "`olmo2`; OLMo 3 is `olmo3`",
     "microsoft/Phi-4-mini-instruct": "`phi3`; lengths up to 4,096 tokens",
     "zai-org/GLM-4-9B-0414": "`glm4`; GLM-Z1 too",
@@ -261,7 +301,7 @@ def main() -> None:
 
 def page(family: Family) -> str:
     """The page of a family."""
-    return introduction(family) + "".join(map(section, family.models))
+    return introduction(family) + "".join(section(model, family) for model in family.models)
 
 
 def introduction(family: Family) -> str:
@@ -274,7 +314,7 @@ def introduction(family: Family) -> str:
     return "\n".join([text, *(f"- {note}" for note in family.notes), ""])
 
 
-def section(model: str) -> str:
+def section(model: str, family: Family) -> str:
     """The table of a checkpoint, and the stored plans of its configs."""
     decoder = model_shape(model)
     n_params = count_params(decoder_specs(decoder))
@@ -286,23 +326,24 @@ def section(model: str) -> str:
     ]
     large = LARGE if n_params > LARGE_PARAMS else {}
     for machine, shown in (DEVICES | large).items():
-        for weights in WEIGHTS:
-            lines.append(row(model, decoder, machine, shown, weights))
+        for weights, keys in WEIGHTS.items():
+            if family.no_adapters and "lora.rank" in keys:
+                keys = keys | {"lora.exclude_modules": ",".join(family.no_adapters)}
+            lines.append(row(model, decoder, machine, f"{shown} | {weights}", keys))
     lines += ["", *map(plan_line, stored_plans().get(model, ()))]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def row(model: str, decoder: DecoderConfig, machine: str, shown: str, weights: str) -> str:
-    """A row: the fastest settings that fit by formula."""
-    keys = WEIGHTS[weights]
+def row(model: str, decoder: DecoderConfig, machine: str, shown: str, keys: dict[str, str]) -> str:
+    """A row that begins with `shown`: the fastest settings that fit by formula."""
     cfg = run_of(model, keys)
     found = best(cfg, decoder, machine)
     if found is None:
-        return f"| {shown} | {weights} | - | - | does not fit |"
+        return f"| {shown} | - | - | does not fit |"
     options = [f"--config.{name}={value}" for name, value in keys.items()]
     options.append(found.overrides(cfg))
     cells = [f"{found.bytes / GIB:.1f}", f"{found.step_s:,.0f} s", f"`{' '.join(options)}`"]
-    return f"| {shown} | {weights} | {' | '.join(cells)} |"
+    return f"| {shown} | {' | '.join(cells)} |"
 
 
 @functools.cache
@@ -315,7 +356,10 @@ def _base() -> RunConfig:
 def run_of(model: str, keys: dict[str, str]) -> RunConfig:
     """configs/grpo.py with a model and further keys."""
     cfg = _base()
-    lora = dataclasses.replace(cfg.lora, rank=int(keys.get("lora.rank", 0)))
+    excluded = tuple(filter(None, keys.get("lora.exclude_modules", "").split(",")))
+    lora = dataclasses.replace(
+        cfg.lora, rank=int(keys.get("lora.rank", 0)), exclude_modules=excluded
+    )
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=model), lora=lora)
 
 

@@ -11,6 +11,7 @@ import pytest
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.models.config import LoRA, uniform_decoder
 from jaxrl.models.decoder import decoder_specs, init_model
+from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.peft_config import peft_config, read_peft_config
 from jaxrl.models.layers.mlp import SHARED_GATE
 from jaxrl.models.lora import (
@@ -25,6 +26,7 @@ from jaxrl.models.lora import (
 from jaxrl.models.spec import is_spec
 from sharding.rules import TRAIN
 from tests.models.resized import resized
+from tests.models.test_parity import GOLDEN
 
 TINY = uniform_decoder("llama", L=2, D=16, N=4, K=2, H=8, F=24, V=32)
 MIXTURE = resized(TINY, family="qwen3_moe", E=4, top_k=2, F_expert=24)
@@ -226,6 +228,12 @@ def test_adapters_of_experts_that_peft_does_not_read_are_refused():
     decoder = resized(MIXTURE, family="gpt_oss")
     with pytest.raises(ValueError, match=r"PEFT reads none of gpt_oss.*target_modules$"):
         decoder_specs(dataclasses.replace(decoder, lora=lora))
+
+
+def test_all_linear_leaves_out_experts_next_to_an_mlp():
+    decoder = model_config(GOLDEN / "gemma4_moe")
+    found = layers_with_adapters(adapters(LoRAConfig(rank=2), decoder), decoder)
+    assert sorted(name.partition(".")[2] for name in found) == sorted(LINEAR)
 
 
 def test_experts_have_adapters_if_they_are_named():

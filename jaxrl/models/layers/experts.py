@@ -26,7 +26,7 @@ from jaxrl.models.layers.linear import own_part
 from jaxrl.models.layers.mlp import gated
 from jaxrl.models.layers.stored import dense
 from jaxrl.types import Tree
-from sharding import Rules
+from sharding import Rules, gather_shards
 
 # Copies of tokens that a device has room for, as a multiple of its share of them.
 ROOM = 2
@@ -93,7 +93,7 @@ def sharded_experts(
         w = _mark_varying(w, have=have, want=tuple(dict.fromkeys(token_axes + weight_axes)))
         if not fsdp_axes or fsdp_axes not in sharding:
             return w
-        return lax.all_gather(w, fsdp_axes, axis=sharding.index(fsdp_axes), tiled=True)
+        return gather_shards(w, fsdp_axes, sharding.index(fsdp_axes))
 
     experts = jnp.where(live.reshape(n, 1) > 0, experts, -1)
     mark = functools.partial(_mark_varying, have=token_axes, want=weight_axes)

@@ -22,7 +22,7 @@ from jaxrl.models.config import ClampedGLU, DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam
 from jaxrl.models.layers.mlp import ACTIVATIONS
 from jaxrl.models.layers.norms import RMSNorm, make_norm, rms_options
-from sharding import Rules, gather_matrix
+from sharding import Rules, gather_matrix, gather_rows
 
 TABLE = "model.embed_tokens_per_layer.weight"
 
@@ -50,18 +50,14 @@ class LayerInputs(nnx.Module):
         projected = materialize(
             matmul(x, w, out_sharding=rows) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         )
-        found = materialize(self._rows(tokens, rules) * jnp.asarray(P**0.5, x.dtype))
+        found = gather_rows(self.table, tokens, rules, ("vocab", "w_embed"))
+        found = materialize(found * jnp.asarray(P**0.5, x.dtype))
         out = rules.spec("batch", "time", None, None)
         projected, found = (
             jnp.reshape(a, (*tokens.shape, L, P), out_sharding=out) for a in (projected, found)
         )
         inputs = materialize((self.norm(projected) + found) * jnp.asarray(2**-0.5, x.dtype))
         return jnp.moveaxis(inputs, 2, 0)
-
-    def _rows(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T F"]:
-        """The rows of the table."""
-        table = gather_matrix(self.table, rules, ("vocab", "w_embed"), 1)
-        return table.at[tokens].get(out_sharding=rules.spec("batch", "time", None))
 
 
 class LayerInput(nnx.Module):

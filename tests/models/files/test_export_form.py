@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models.files.export_form import is_image_and_text
 from jaxrl.models.files.hf_config import folder_config
+from jaxrl.models.files.hf_load import log_skipped
 from jaxrl.models.files.hf_save import SaveSettings, convert_model
 from jaxrl.models.files.hf_stream import specs_by_path, stream_model
 from jaxrl.models.files.quantized.tensors import read_tensor
@@ -107,6 +108,18 @@ def test_tensors_of_no_known_part_are_named(source, tmp_path):
 def test_frozen_parts_are_those_outside_of_the_language_model(source):
     parts = {name.removeprefix("model.").partition(".")[0] for name in frozen_parts(source)}
     assert parts == {"visual", "audio_tower"}
+
+
+def test_the_parts_of_gemma4_for_images_and_audio_are_listed_as_skipped(tmp_path, caplog):
+    folder = Path(shutil.copytree(TOWERS / "gemma4", tmp_path / "gemma4"))
+    tensors = load_file(folder / "model.safetensors")
+    n_tower = sum("vision_tower." in name for name in tensors)
+    audio = {f"model.{part}.x.weight": np.ones(2, "f4") for part in ("audio_tower", "embed_audio")}
+    save_file(tensors | audio, folder / "model.safetensors")
+    log_skipped(folder)
+    listed = f"vision_tower ({n_tower} tensors), embed_vision (1 tensors), "
+    listed += "audio_tower (1 tensors), embed_audio (1 tensors) are not loaded"
+    assert n_tower > 9 and listed in caplog.text
 
 
 def fused_image_model(folder: Path) -> Path:

@@ -18,9 +18,11 @@ from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.layers.experts import ExpertMatrix, local_experts
 from jaxrl.models.layers.router import route
 from jaxrl.models.lora import adapters, add_adapters, merge, without_adapters
+from jaxrl.models.packed import forward_packed
 from jaxrl.models.paged import forward_paged
 from jaxrl.models.quantize import map_matrices, quantize_matrix
 from jaxrl.models.spec import abstract_params
+from jaxrl.planner.topology import topology
 from sharding import make_mesh
 from sharding.rules import DECODE, TRAIN
 from tests.marks import graded
@@ -234,3 +236,34 @@ def test_merged_experts_compute_the_same(init, stacked, one_device):
     merged = np.asarray(hidden(merge(model), TOKENS))
     np.testing.assert_allclose(merged, hidden(model, TOKENS), atol=1e-4)
     assert np.abs(merged - hidden(without_adapters(model), TOKENS)).max() > 0.1
+
+
+@pytest.mark.thorough
+def test_gathers_of_experts_on_gpu_transpose_no_stack_of_layers():
+    """XLA gathers along the major dimension in memory, and would store stacks in this order."""
+    pytest.importorskip("jax_cuda13_plugin")
+    L, E, D, F = 6, 8, 1024, 384
+    mixture = uniform_decoder(
+        "qwen3_moe", L=L, D=D, N=4, K=2, H=64, F=F, V=512, E=E, top_k=2, F_expert=F, stacked=True
+    )
+
+    def loss(model, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        args = model, tokens, jnp.ones_like(tokens), positions
+        return jnp.sum(forward_packed(*args, rules=TRAIN, remat="full").astype(jnp.float32))
+
+    machine = topology("h100:8")
+    with jax.set_mesh(make_mesh(machine.devices, fsdp=8)):
+        mesh = jax.sharding.get_mesh()
+        model = abstract_params(decoder_specs(mixture), TRAIN, jnp.bfloat16, mesh)
+        rows = jax.NamedSharding(mesh, TRAIN.spec("batch", "time"))
+        tokens = jax.ShapeDtypeStruct((8, 128), jnp.int32, sharding=rows)
+        lowered = jax.jit(jax.grad(loss)).lower(model, tokens)
+        text = lowered.compile(dict(machine.compiler_options)).as_text()
+    stack = L * E * F * D // 8
+    arrays = re.findall(r"= bf16\[([\d,]+)\](\S*) (?:transpose|copy|fusion)\(", text)
+    kept = {(dims, order) for dims, order in arrays if np.prod(np.int64(dims.split(","))) == stack}
+    assert kept  # the gradients of stacks
+    row_major = "{3,2,1,0}"
+    assert {order for _, order in kept} == {row_major}
+    assert {dims for dims, _ in kept} == {f"{L},{E},{F},{D // 8}", f"{L},{E},{D // 8},{F}"}
