@@ -170,8 +170,6 @@ def check_image_rollouts(cfg: RunConfig, decoder: DecoderConfig) -> None:
         "config.schedule.mode='async' and a trained tower (config.model.freeze_vision)": (
             cfg.schedule.mode == "async" and decoder.tower is not None
         ),
-        "rollout workers (config.schedule.rollout_workers)": cfg.schedule.rollout_workers,
-        "several processes": hosts.n_processes() > 1,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(
