@@ -1,6 +1,5 @@
 """Tests of whole RL runs on prompts with images: the engine's logprobs, and what is refused."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.config import resolve
-from jaxrl.models.files.hf_load import model_config
-from jaxrl.models.vision.towers import known_tower
 from jaxrl.train import train
-from jaxrl.trainer.setup.host import check_image_rollouts
 from scripts.make_tiny_vlm import write_tiny_vlm
 from tests.trainer.schedule.local_workers import use_local_workers
 from tests.trainer.test_train import assert_same_weights
@@ -133,10 +129,3 @@ def test_a_model_of_another_tower_is_refused(image_config, tmp_path, key):
         image_config.algorithm.advantage = "gae"
     with pytest.raises(ValueError, match="has not the vision tower of the policy"):
         train(resolve(image_config))
-
-
-def test_a_trained_tower_is_refused_in_asynchronous_rollouts(image_config, vlm):
-    image_config.schedule.mode, image_config.schedule.rollout_devices = "async", 1
-    decoder = dataclasses.replace(model_config(vlm), tower=known_tower(vlm))
-    with pytest.raises(ValueError, match="a trained tower"):
-        check_image_rollouts(resolve(image_config), decoder)
