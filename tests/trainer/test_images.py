@@ -9,6 +9,7 @@ import pytest
 from jaxrl.config import resolve
 from jaxrl.train import train
 from scripts.make_tiny_vlm import write_tiny_vlm
+from tests.models.vision.tiny_gemma import write_tiny_gemma
 from tests.trainer.schedule.local_workers import use_local_workers
 from tests.trainer.test_train import assert_same_weights
 
@@ -54,6 +55,18 @@ def test_rollouts_with_images_resume_bitwise(flight_config, tmp_path, monkeypatc
     for name in ("reward/mean", "loss/policy", "mismatch/logp_diff_max"):
         assert values(whole, name) == values(tmp_path / "resumed", name)
     assert values(whole, "mismatch/logp_diff_max")[0] < 1e-4  # of the first weights
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("freeze", ["all", "none"])
+def test_gemma_samples_and_trains_on_images_whose_tokens_see_each_other(
+    image_config, tmp_path, freeze
+):
+    image_config.model.path = str(write_tiny_gemma(tmp_path / "gemma"))
+    image_config.model.freeze_vision = freeze
+    assert train(resolve(image_config))
+    gaps = values(image_config.run_dir, "mismatch/logp_diff_max")
+    assert len(gaps) == 2 and max(gaps) < 1e-4
 
 
 @pytest.mark.thorough
