@@ -53,8 +53,14 @@ def split_rows(
     def of_queries(a: jax.Array) -> jax.Array:
         return jnp.pad(jnp.repeat(a, G, axis=1), ((0, 0), (0, missing)), constant_values=-1)
 
-    found = QueryRows(q=rows, last=of_queries(last), low=low, high=high, window=window)
-    return found if ahead is None else found.replace(own=of_queries(own))
+    return QueryRows(
+        q=rows,
+        last=of_queries(last),
+        low=low,
+        high=high,
+        window=window,
+        own=None if ahead is None else of_queries(own),
+    )
 
 
 def join_rows(
