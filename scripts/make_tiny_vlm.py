@@ -63,7 +63,16 @@ def main() -> None:
 
 def write_tiny_vlm(folder: Path, width: int, n_layers: int, *, seed: int = 0) -> int:
     """Writes the model folder. Returns its number of parameters."""
-    config = config_json(width, n_layers)
+    return write_random(folder, config_json(width, n_layers), PROCESSOR, "".join(IMAGE), seed=seed)
+
+
+def write_random(
+    folder: Path, config: dict[str, Any], processor: dict[str, Any], image: str, *, seed: int = 0
+) -> int:
+    """Writes a model with this config.json and preprocessor_config.json, and random weights.
+
+    Its template has `image` for an image. Returns its number of parameters.
+    """
     decoder, tower = config_from_hf(config), tower_from_hf(config)
     with jax.set_mesh(make_mesh()), atomic_folder(folder) as folder:
         text = init_model(decoder, seed=seed, rules=TRAIN)
@@ -75,9 +84,8 @@ def write_tiny_vlm(folder: Path, width: int, n_layers: int, *, seed: int = 0) ->
         names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
         write_json(folder / "tokenizer_config.json", names)
         write_json(folder / "generation_config.json", {"eos_token_id": SPECIAL.index("<|im_end|>")})
-        write_json(folder / "preprocessor_config.json", PROCESSOR)
-        template = TEMPLATE.replace("IMAGE", "".join(IMAGE))
-        (folder / "chat_template.jinja").write_text(template)
+        write_json(folder / "preprocessor_config.json", processor)
+        (folder / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", image))
         write_json(folder / "config.json", config)
     return count_params(decoder_specs(decoder)) + count_params(tower_specs(tower))
 

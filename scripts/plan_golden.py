@@ -29,7 +29,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.planner.compilation import compile_programs
 from jaxrl.planner.compiled.timeline import Loop, times
-from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.model_shape import model_shape, tower_shape
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, run_programs
 from jaxrl.planner.report import as_text
@@ -40,6 +40,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "plans"
 SMALL_FOLDER = ROOT / "tests" / "planner" / "plans"
 BOBA_LENGTHS = Lengths(prompt=256, response=14000)
+GEO3K_LENGTHS = Lengths(prompt=400, response=512)
 SHORT_ROWS = {"learner.token_budget": "4096"}
 STACKED = {"model.layers": "stacked"}  # compiles in a tenth of the time
 FSDP_8 = {"mesh.replica": "1", "mesh.fsdp": "8", "mesh.tensor": "1"}
@@ -50,6 +51,9 @@ LENGTHS = {  # of an average sequence, where it is not the longest
     "boba_1p5b.h100-8": BOBA_LENGTHS,
     "boba_7b.h100-64": BOBA_LENGTHS,
     "boba_7b.v5p-4x4x4": BOBA_LENGTHS,
+    "geo3k_qwen3_vl_8b.h100-8": GEO3K_LENGTHS,
+    "geo3k_qwen3_vl_8b.v5p-2x2x2": GEO3K_LENGTHS,
+    "geo3k_qwen3_5_9b_lora.h100-8": GEO3K_LENGTHS,
 }
 PLANS = {  # name -> config, topology, overrides
     "quickstart.cpu-2": (
@@ -140,6 +144,9 @@ WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
         | {"lora.rank": "32"},
     ),
     "grpo_gpt_oss_120b_h100.h100-64": ("grpo_gpt_oss_120b_h100", "h100:64", {}),
+    "geo3k_qwen3_vl_8b.h100-8": ("geo3k_qwen3_vl_8b", "h100:8", STACKED),
+    "geo3k_qwen3_vl_8b.v5p-2x2x2": ("geo3k_qwen3_vl_8b", "v5p:2x2x2", {}),
+    "geo3k_qwen3_5_9b_lora.h100-8": ("geo3k_qwen3_5_9b_lora", "h100:8", STACKED),
 }
 PLANS |= WORKED_PLANS
 GIB = 2**30
@@ -174,7 +181,9 @@ def config_of(name: str) -> RunConfig:
 def plan_of(name: str) -> Plan:
     """Compiles the plan of one of PLANS."""
     cfg, machine = config_of(name), topology(PLANS[name][1])
-    return make_plan(cfg, model_shape(cfg.model.path), machine, lengths=LENGTHS.get(name))
+    decoder = model_shape(cfg.model.path)
+    tower = tower_shape(cfg.model.path) if cfg.data.images else None
+    return make_plan(cfg, decoder, machine, tower=tower, lengths=LENGTHS.get(name))
 
 
 def command(name: str) -> str:

@@ -18,11 +18,11 @@ from jaxrl.engine.device.batches import (
     check_request,
     dispatch_shapes,
     exit_size,
-    split_rows,
 )
 from jaxrl.engine.device.decode_loop import DecodeOutput, DecodeRound
 from jaxrl.engine.device.kv_pool import KVPoolSpec, n_state_slots, window_page_counts
 from jaxrl.engine.device.model_runner import PLAIN, Dispatch, ModelRunner, Variant, in_calls
+from jaxrl.engine.device.prefill_rows import prefill_calls, split_rows
 from jaxrl.engine.images import ImageSettings, ImageTable
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.prefill import PrefillChunk, PrefillWork
@@ -92,7 +92,7 @@ class PagedEngine:
             tail_dtype=dtype,
         )
         self.shapes = dispatch_shapes(rollout, max_len, cfg, images)
-        self.images = None if images is None else ImageTable(images)
+        self.images = None if images is None else ImageTable(images, self.shapes.prefill_len)
         self.runner = ModelRunner(
             self.pool,
             self.shapes,
@@ -346,12 +346,9 @@ class PagedEngine:
     def _prefill(self, params: Tree, work: list[PrefillWork]) -> None:
         """Runs the copies and the prefill of each replica."""
         self._copy(work)
-        rows = self._prefill_rows(work)
-        while longest := max(map(len, rows)):
-            ready = self._ready("prefill", self.shapes.prefill_buckets)
-            bucket = max((b for b in ready if b <= longest), default=ready[0])
-            self.runner.prefill(params, [own[:bucket] for own in rows], bucket)
-            rows = [own[bucket:] for own in rows]
+        ready = self._ready("prefill", self.shapes.prefill_buckets)
+        for rows, bucket in prefill_calls(self._prefill_rows(work), ready):
+            self.runner.prefill(params, rows, bucket)
         self._copy_prefilled(work)
 
     def _mixed(self, params: Tree, plans: list[DispatchPlan]) -> DecodeRound:

@@ -31,6 +31,7 @@ class ImageSettings:
     n_deep: int  # layers after which more features are added to the hidden states
     merge: int  # patches on each side of a token, for positions by axis; 0: one position each
     dtype: np.dtype  # of the features
+    whole: bool = False  # the tokens of an image see each other, so one call has all of them
 
     def delta(self, images: Sequence[RequestImage]) -> int:
         """Position of a token after the images, minus its index (jaxrl/data/images/mrope.py)."""
@@ -53,8 +54,9 @@ class _Entry:
 class ImageTable:
     """The images of the sequences of an engine. A row is given to no other image until `forget`."""
 
-    def __init__(self, settings: ImageSettings):
-        self.settings = settings
+    def __init__(self, settings: ImageSettings, max_len: int = MAX_ROWS):
+        """`max_len` are the tokens of a call of prefill."""
+        self.settings, self._max_len = settings, max_len
         self._entries: dict[str, _Entry] = {}  # by digest
         self._in_order: list[_Entry] = []
         self._starts: list[int] = []  # their first rows
@@ -119,8 +121,39 @@ class ImageTable:
                 f"({self.settings.token}) and {len(request.images)} images with {n_tokens}, not in "
                 "their places; expand each image to its number of tokens"
             )
+        if self.settings.whole:
+            self._check_whole(request)
         if placeholders[-1:].any():
             raise ValueError("a prompt ends with an image; add the tokens that ask for a response")
+
+    def _check_whole(self, request: Request) -> None:
+        """Raises ValueError for images that one call cannot have, or that would be seen as one."""
+        end = -1
+        for i, image in enumerate(request.images):
+            if len(image.rows) > self._max_len:
+                raise ValueError(
+                    f"image {i} of a request has {len(image.rows)} tokens, which see each other, "
+                    f"and a call of prefill has at most {self._max_len}; raise "
+                    "config.rollout.max_num_batched_tokens"
+                )
+            if image.start == end:
+                raise ValueError(
+                    f"images {i - 1} and {i} of a request have no token between them, so their "
+                    "tokens would see each other; put text between them"
+                )
+            end = image.start + len(image.rows)
+
+    def ahead(self, tokens: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"] | None:
+        """The last position that each token of a sequence sees; None: its own.
+
+        Sequences end after an image, never within one.
+        """
+        if not self.settings.whole:
+            return None
+        found = np.arange(len(tokens), dtype=np.int32)
+        for _, begin, end in _runs((tokens < 0)[None]):
+            found[begin:end] = end - 1
+        return found
 
     def axis_positions(self, tokens: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, "T 3"] | None:
         """Positions by axis of the first tokens of a sequence; None if they are those of text."""

@@ -31,6 +31,7 @@ class PrefillChunk:
     source: int = ZERO  # slot of the state before the tokens
     target: int = ZERO  # slot of the state after them
     axes: np.ndarray | None = None  # int32 [n, 3], positions by axis; None: those of text
+    ahead: np.ndarray | None = None  # int32 [n], last positions that tokens see; None: their own
 
 
 PageCopy = tuple[int, ...]  # from page, to page; the same of the device pages by window
@@ -284,8 +285,9 @@ class PrefillPlanner:
         if start < len(tokens):
             tables = self._tables(found)
             axes = None if self.images is None else self.images.axis_positions(tokens)
-            axes = None if axes is None else axes[start:]
-            chunk = PrefillChunk(tokens[start:], start, tables, adapter, source, target, axes)
+            ahead = None if self.images is None else self.images.ahead(tokens)
+            places = (None if found is None else found[start:] for found in (axes, ahead))
+            chunk = PrefillChunk(tokens[start:], start, tables, adapter, source, target, *places)
             work.chunks.append(chunk)
             work.row_budget -= self._n_rows(len(tokens) - start)
             assert work.row_budget >= 0, "prefill exceeds the row budget of its dispatch"

@@ -86,6 +86,7 @@ class Scheduler:
         self.n_cached_tokens = 0
         self._next_slot = 0
         self._prefill = PrefillPlanner(pool, states, row_len, images)
+        self._whole_images = images is not None and images.settings.whole  # prompts are not divided
 
     @property
     def n_unfinished(self) -> int:
@@ -184,7 +185,7 @@ class Scheduler:
         self.ahead = False
         n_steps = self._reserve()
         plan = DispatchPlan(n_steps, previously_running=sorted(self.running, key=_by_slot))
-        if limit_prefill and self.pool.keep:
+        if limit_prefill and self.pool.keep and not self._whole_images:
             plan.prefill.row_budget = self.rows_per_dispatch
         # If pages are so scarce that steps were reduced, a new sequence would soon be preempted.
         if plan.n_steps == self.steps_per_dispatch or not self.running:

@@ -51,18 +51,20 @@ def shard_paged_attention(
     v_pages: jax.Array | Quantized,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
+    ahead: Int[Array, "B T"] | None,
     *,
     window: int | Int[Array, ""],
     sinks: Float[Array, "N"] | None,
     rules: Rules,
 ) -> Float[Array, "B T N H"]:
-    """`attend(q, k_pages, v_pages, page_table, positions, window, sinks)` on each shard."""
+    """`attend(q, k_pages, v_pages, page_table, positions, ahead, window, sinks)` on each shard."""
     heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
     pool = rules.spec(None, "kv_heads")
-    in_specs = heads, pool, pool, rows, rows, jax.P(), rules.spec("heads")
+    in_specs = heads, pool, pool, rows, rows, rows, jax.P(), rules.spec("heads")
     local = jax.shard_map(attend, in_specs=in_specs, out_specs=heads, check_vma=False)
     q, window = jax.reshard(q, heads), jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
     table, positions = jax.reshard(page_table, rows), jax.reshard(positions, rows)
+    ahead = None if ahead is None else jax.reshard(ahead, rows)
     k_pages, v_pages = jax.reshard(k_pages, pool), jax.reshard(v_pages, pool)
-    out = local(q, k_pages, v_pages, table, positions, window, shard_sinks(sinks, rules))
+    out = local(q, k_pages, v_pages, table, positions, ahead, window, shard_sinks(sinks, rules))
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))

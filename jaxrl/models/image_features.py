@@ -102,6 +102,11 @@ class PackedPatches:
         return ImageFeatures.gathered(table(out), self.index, stacked, rules)
 
 
+def whole_images(cfg: DecoderConfig) -> bool:
+    """Whether the tokens of an image see each other in some layers."""
+    return any(mixer.whole_images for mixer in cfg.attention_layers)
+
+
 def check_images(cfg: DecoderConfig, features: ImageFeatures | None, axis_positions: Any) -> None:
     """Raises ValueError or NotImplementedError for what the model does not compute."""
     sections = {mixer.rope.mrope_section for mixer in cfg.attention_layers} or {()}
@@ -126,18 +131,19 @@ def check_images(cfg: DecoderConfig, features: ImageFeatures | None, axis_positi
         raise ValueError(f"deepstack features of {features.n_deep} layers for {cfg.L} layers")
 
 
-def check_paged_images(cfg: DecoderConfig, features: ImageFeatures | None, rotary: Any) -> None:
+def check_paged_images(
+    cfg: DecoderConfig, features: ImageFeatures | None, rotary: Any, ahead: Any = None
+) -> None:
     """`check_images` of new tokens with a KV cache, of which `rotary` may have one position each.
 
-    Raises NotImplementedError for images whose tokens see each other: a chunk of prefill would need
-    all tokens of an image.
+    Raises ValueError for images whose tokens see each other without the positions `ahead`.
     """
     by_axis = rotary if rotary is not None and rotary.ndim == 3 else None
     check_images(cfg, features, by_axis)
-    if features is not None and any(mixer.whole_images for mixer in cfg.attention_layers):
-        raise NotImplementedError(
-            f"images of this {cfg.family} model, whose tokens see each other, are not supported in "
-            "the engine; leave out images"
+    if features is not None and ahead is None and whole_images(cfg):
+        raise ValueError(
+            f"the tokens of an image of this {cfg.family} model see each other; pass the last "
+            "position that each token sees (`ahead`), with all tokens of an image in one call"
         )
 
 
@@ -152,8 +158,7 @@ def image_visibility(
 
     An image is a run of its tokens within a segment, as in transformers.
     """
-    whole = any(mixer.whole_images for mixer in cfg.attention_layers)
-    if features is None or not whole:
+    if features is None or not whole_images(cfg):
         return None
     rows = rules.spec("batch", None)
 

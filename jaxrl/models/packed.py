@@ -25,6 +25,7 @@ from jaxrl.models.image_features import (
     PackedPatches,
     check_images,
     image_visibility,
+    whole_images,
 )
 from jaxrl.models.layer_loop import scan_layers, stacked_layers
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
@@ -282,7 +283,7 @@ def _embed_outside_stages(
             "deepstack features are not supported in a pipeline, whose later stages do not have "
             "the first layers; set config.mesh.stage=1"
         )
-    if any(mixer.whole_images for mixer in model.cfg.attention_layers):
+    if whole_images(model.cfg):
         raise NotImplementedError(
             f"images whose tokens see each other ({model.cfg.family}) are not supported in a "
             "pipeline; set config.mesh.stage=1"

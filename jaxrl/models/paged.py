@@ -58,6 +58,7 @@ def forward_paged(
     *,
     features: ImageFeatures | None = None,
     rotary: Int[Array, "B T *axes"] | None = None,
+    ahead: Int[Array, "B T"] | None = None,
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache]:
@@ -72,8 +73,8 @@ def forward_paged(
 
     `features` are those of images. `rotary` are the positions that rotate queries and keys if they
     are not `positions`, the index in the sequence: by axis in a row with images, and the index plus
-    the delta of the sequence after them (mrope.py). Raises NotImplementedError for images whose
-    tokens see each other.
+    the delta of the sequence after them (mrope.py). `ahead` are the last positions that tokens see,
+    of a model in which those of an image see each other: all of an image are new.
     """
     return forward_routed(
         model,
@@ -84,6 +85,7 @@ def forward_paged(
         slots,
         features=features,
         rotary=rotary,
+        ahead=ahead,
         rules=rules,
         implementation=implementation,
     )[:2]
@@ -99,13 +101,14 @@ def forward_routed(
     *,
     features: ImageFeatures | None = None,
     rotary: Int[Array, "B T *axes"] | None = None,
+    ahead: Int[Array, "B T"] | None = None,
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache, RouterLoad | None]:
     """`forward_paged` and the router load of a mixture of experts (None for a dense model)."""
-    check_paged_images(model.cfg, features, rotary)
+    check_paged_images(model.cfg, features, rotary, ahead)
     positions_of_row = positions.reshape(len(page_tables[0]), -1)
-    group = TokenGroup.new(page_tables, positions_of_row, slots, cache.page_len)
+    group = TokenGroup.new(page_tables, positions_of_row, slots, cache.page_len, ahead)
     paged = PagedRows([group], rules, implementation, model.cfg.gated_delta)
     rotary = positions if rotary is None else rotary
     return model(tokens, rotary, paged, cache, live=positions >= 0, rules=rules, features=features)
@@ -177,10 +180,16 @@ class TokenGroup:
     written: dict[int, jax.Array]  # int32 [n, t] by window, positions to write; -1 = none
     positions: jax.Array  # int32 [n, t]
     slots: RowSlots
+    ahead: jax.Array | None = None  # int32 [n, t], last visible positions; None: their own
 
     @classmethod
     def new(
-        cls, tables: PageTables, positions: jax.Array, slots: RowSlots, page_len: int
+        cls,
+        tables: PageTables,
+        positions: jax.Array,
+        slots: RowSlots,
+        page_len: int,
+        ahead: jax.Array | None = None,
     ) -> "TokenGroup":
         """The tokens at these positions of the rows of the page tables."""
         column = jnp.maximum(positions, 0) // page_len
@@ -189,7 +198,7 @@ class TokenGroup:
             entry = jnp.take_along_axis(table, column, axis=1)
             written[window] = jnp.where(entry >= 0, positions, -1)
             pages[window] = jnp.where(table >= 0, table, jnp.maximum(-2 - table, 0))
-        return cls(pages, written, positions, slots)
+        return cls(pages, written, positions, slots, ahead)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +244,7 @@ class PagedRows:
                     positions=group.positions,
                     window=window,
                     sinks=sinks,
+                    ahead=group.ahead if spec.whole_images else None,
                     implementation=self.implementation,
                 )
             outs.append(out)

@@ -49,6 +49,15 @@ class ParamSpec:
         return len(self.hf_shape) == 2
 
     @property
+    def multiplies(self) -> bool:
+        """Whether it is a matrix in the file or in the model, where patches of images are vectors.
+
+        The filters of convolutions over time are none.
+        """
+        n_axes = len(self.shape) - len(self.stacked_shape)
+        return self.is_matrix or (n_axes == 2 and len(self.hf_shape) > 2)
+
+    @property
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Axes of `shape` that are the rows, and those that are the columns, of a matrix."""
         first = len(self.stacked_shape)

@@ -47,7 +47,7 @@ from jaxrl.models.vision.tower import tower_specs
 from jaxrl.planner.rollout_devices import n_copies
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.types import Tree
-from sharding import bytes_per_device, host_bytes_per_device, target_platform
+from sharding import bytes_per_device, host_bytes_per_device, make_mesh, target_platform
 
 # Weights in `RunPrograms.resident` that learner.offload keeps in host memory between uses.
 IDLE_STATE = {
@@ -98,7 +98,7 @@ class RunPrograms:
     decoder: DecoderConfig
     table: dict[str, PlannedProgram]  # in the order in which they are compiled
     # State on the devices throughout: params, base (frozen weights below adapters), opt_state,
-    # ref, critic, critic_base, critic_opt_state, reward_model, tower.
+    # ref, critic, critic_base, critic_opt_state, reward_model, tower, rollout_tower.
     resident: dict[str, int]
     # State in host memory: opt_state, ref, critic, critic_base, critic_opt_state, reward_model, and
     # the larger of the sums of gradients that the updates of policy and critic have in turn.
@@ -161,6 +161,8 @@ def run_programs(
     if isinstance(encoder := models.update.encoder, ImageEncoder):
         state["tower"] = encoder.abstract_tower()
     resident = {name: bytes_per_device(tree) for name, tree in state.items()}
+    if workload is None and tower is not None:
+        resident |= rollout_tower(cfg, tower, decoder, dtype, rollout_devices)
     on_host = {"opt_state": 0, "gradients": _sums_on_host(models)} | {
         name: host_bytes_per_device(tree) for name, tree in state.items() if "opt_state" in name
     }
@@ -247,8 +249,32 @@ def _add_resharding(
     return role_weights
 
 
+def rollout_tower(
+    cfg: RunConfig,
+    tower: TowerConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    devices: Sequence[Any],
+) -> dict[str, int]:
+    """{"rollout_tower": bytes} of the tower of requests on training's devices, if it is a copy.
+
+    With rollout workers it is on the first device of a process.
+    """
+    mesh = jax.sharding.get_mesh()
+    if cfg.schedule.rollout_workers:
+        mesh = make_mesh(mesh.devices.flat[:1])
+        return {
+            "rollout_tower": rollout_tower_bytes(
+                tower, worker_layout(cfg, decoder, dtype, mesh), mesh
+            )
+        }
+    layout = rollout_layout(cfg, decoder, dtype, devices)
+    copied = layout.per_process and not devices
+    return {"rollout_tower": rollout_tower_bytes(tower, layout, mesh)} if copied else {}
+
+
 def rollout_tower_bytes(tower: TowerConfig | None, layout: Layout, mesh: Mesh) -> int:
-    """Bytes per device of a tower on the mesh of separate rollout devices."""
+    """Bytes per device of a tower on the mesh of a rollout."""
     if tower is None:
         return 0
     specs = tower_specs(tower)
@@ -281,7 +307,7 @@ def _with_engine(
     n_bytes = bytes_per_device(weights)
     aliased, copied = (0, 0) if devices else layout.weight_bytes(params)
     used = (
-        n_copies(cfg) * n_bytes + rollout_tower_bytes(tower, layout, mesh)
+        n_copies(cfg) * n_bytes + (0 if n_workers else rollout_tower_bytes(tower, layout, mesh))
         if devices
         else sum(programs.resident.values()) + n_bytes - aliased
     )

@@ -121,6 +121,7 @@ ROLES = {  # state of a run -> what it is, and how to make it smaller
     ),
     "reward_model": ("reward model", "learner.offload=reward_model, a smaller reward_model.path"),
     "tower": ("vision tower", "mesh.fsdp"),
+    "rollout_tower": ("vision tower of rollouts", "rollout.engines=mesh"),
 }
 
 

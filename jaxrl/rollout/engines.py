@@ -151,15 +151,16 @@ class Engines:
     ) -> Sampled:
         """The rollouts and metrics of all processes.
 
-        Single-turn rollouts travel without their prompts, which every process has.
+        Single-turn rollouts travel without their prompts and images, which every process has.
         """
         self.stop.check()
-        known = {"prompt": None} if self.environments is None else {}
+        known = {"prompt": None, "images": ()} if self.environments is None else {}
         gathered = hosts.gather_items([vars(r) | known for r in mine])
-        rollouts = [
-            Rollout(**fields | {"prompt": fields["prompt"] or prompts[i // n]})
-            for i, fields in enumerate(gathered)
-        ]
+        if known:
+            for i, fields in enumerate(gathered):
+                prompt = prompts[i // n]
+                fields |= {"prompt": prompt, "images": prompt.images}
+        rollouts = [Rollout(**fields) for fields in gathered]
         return rollouts, merge_metrics(hosts.gather(metrics)[: self.n_generating])
 
 

@@ -9,6 +9,7 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.engine.images import ImageSettings
 from jaxrl.layout import Layout
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.image_features import whole_images
 from jaxrl.models.vision.config import TowerConfig
 
 
@@ -49,4 +50,11 @@ def image_settings(tower: TowerConfig, decoder: DecoderConfig, dtype: jnp.dtype)
     """The images that the engine of a model with a tower reads."""
     by_axis = any(mixer.rope.mrope_section for mixer in decoder.paged_layers)
     merge = tower.merge if by_axis else 0
-    return ImageSettings(tower.token, tower.out_D, len(tower.deepstack), merge, np.dtype(dtype))
+    return ImageSettings(
+        token=tower.token,
+        D=tower.out_D,
+        n_deep=len(tower.deepstack),
+        merge=merge,
+        dtype=np.dtype(dtype),
+        whole=whole_images(decoder),
+    )

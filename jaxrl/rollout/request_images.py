@@ -1,11 +1,13 @@
 """Images of episodes, and the features of images in requests to the engine."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxrl.data.images.reader import ImageReader
 from jaxrl.engine.api import RequestImage
 from jaxrl.learner.image_encoder import ImageEncoder
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.vision.tower import Tower
 from jaxrl.types import PlacedImage
 
 
@@ -15,6 +17,14 @@ class EpisodeImages:
 
     reader: ImageReader
     encoder: ImageEncoder
+    # From training's mesh to the encoder's; None: it has training's tower, or a frozen one.
+    move: Callable[[Tower], Tower] | None = None
+
+    def follow(self, model: Decoder) -> None:
+        """Computes features by the trained tower of the model, if the encoder is another mesh's."""
+        if self.move is not None:
+            assert model.tower is not None, "a frozen tower does not move"
+            self.encoder.load(self.move(model.tower))
 
 
 def features_of(

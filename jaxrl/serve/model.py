@@ -75,11 +75,6 @@ def open_model(
     run = dataclasses.replace(run, data=lengths)
     renderer, images = open_text(run, folder, decoder)
     tower = None if images is None else known_tower(folder)
-    if tower is not None and any(mixer.whole_images for mixer in decoder.attention_layers):
-        raise ValueError(
-            f"--config.data.images: the engine of a {decoder.family} model would need all tokens "
-            "of an image at once; serve it without images"
-        )
     if (backend := open_backend()) == "cpu":
         keep_freed_memory()
     dtype, policy = for_platform(run, decoder, backend)

@@ -14,9 +14,11 @@ import pytest
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.images.mrope import continue_text, mrope_positions
 from jaxrl.engine.api import Request, RequestImage
+from jaxrl.engine.device.prefill_rows import prefill_calls, split_rows
 from jaxrl.engine.device.sampling import SamplingParams, sample
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.engine.images import ImageSettings, ImageTable
+from jaxrl.engine.prefill import PrefillChunk
 from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.image_features import ImageFeatures
 from jaxrl.models.packed import forward_packed
@@ -25,15 +27,17 @@ from tests.engine.engine_cases import SMALL, limit_pages, run
 from tests.models.test_image_features import IMAGE, load
 
 GRIDS = [(1, 4, 6), (1, 2, 4), (1, 6, 6)]  # 6, 2 and 9 tokens
-N_DEEP = {"qwen3_vl": 2, "qwen2_5_vl": 0}
+LARGE = (1, 16, 20)  # 80 tokens, more than a row of prefill
+N_DEEP = {"qwen3_vl": 2, "qwen2_5_vl": 0, "gemma3": 0}
 
 
 def settings(name: str, D: int) -> ImageSettings:
-    return ImageSettings(IMAGE, D, N_DEEP[name], merge=2, dtype=np.dtype(np.float32))
+    whole, dtype = name == "gemma3", np.dtype(np.float32)
+    return ImageSettings(IMAGE, D, N_DEEP[name], merge=0 if whole else 2, dtype=dtype, whole=whole)
 
 
 def image(i: int, start: int, D: int, n_deep: int) -> RequestImage:
-    grid = GRIDS[i % len(GRIDS)]
+    grid = GRIDS[i % len(GRIDS)] if i < 9 else LARGE
     n, draw = grid[1] * grid[2] // 4, np.random.default_rng(i)
     rows = draw.standard_normal((n, D)).astype(np.float32)
     deep = draw.standard_normal((n, n_deep, D)).astype(np.float32) if n_deep else None
@@ -90,14 +94,15 @@ def trainer_logps(cfg, params, requests, results) -> list[np.ndarray]:
         np.zeros((*shape, cfg.D), np.float32),
         np.zeros((*shape, n_deep, cfg.D), np.float32),
     )
-    axes = np.zeros((*shape, 3), np.int32)
+    axes = np.zeros((*shape, 3), np.int32) if cfg.layers[0].mixer.rope.mrope_section else None
     for b, (one, (made, _, _)) in enumerate(zip(requests, results, strict=True)):
         row = np.concatenate([one.tokens, made])
         n = len(row) - 1
         tokens[b, :n], targets[b, :n], segments[b, :n] = row[:-1], row[1:], 1
         grids = [found.grid for found in one.images]
-        prompt_axes, _ = mrope_positions(one.tokens, grids, image_token=IMAGE, merge=2)
-        axes[b, :n] = continue_text(prompt_axes, len(made)).T[:-1]
+        if axes is not None:
+            prompt_axes, _ = mrope_positions(one.tokens, grids, image_token=IMAGE, merge=2)
+            axes[b, :n] = continue_text(prompt_axes, len(made)).T[:-1]
         for found in one.images:
             at = slice(found.start, found.start + len(found.rows))
             rows[b, at] = found.rows
@@ -123,11 +128,21 @@ PROMPTS = [
 ]
 
 
-def requests_of(cfg, n_deep: int, n: int = 2, **options) -> list[Request]:
+APART = [  # images that have text between them
+    (5, "0", 3, "1", 4),
+    (5, "0", 3, "4", 4),
+    (70, "2", 60, "0", 1, "1", 20),
+    (58, "9", 3),  # divided by a page
+    (58, "9", 30, "2", 5),
+    (12,),
+]
+
+
+def requests_of(cfg, n_deep: int, n: int = 2, prompts=PROMPTS, **options) -> list[Request]:
     sampling = SamplingConfig(temperature=1.0)
     return [
         request(parts, cfg.D, n_deep, sample=i, prompt_id=p, sampling=sampling, **options)
-        for p, parts in enumerate(PROMPTS)
+        for p, parts in enumerate(prompts)
         for i in range(n)
     ]
 
@@ -162,6 +177,51 @@ def test_chunks_prefixes_and_preemption_change_no_token(one_device):
         np.testing.assert_allclose(a[1], b[1], atol=2e-5)
     stats = small.take_stats()
     assert stats.n_preempted and stats.n_cached_tokens
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stacked", [False, True])
+def test_tokens_of_an_image_see_each_other(one_device, stacked):
+    """Also of images in several rows, after cached prefixes, and after preemption."""
+    params = load("gemma3", stacked=stacked)
+    cfg = params.cfg
+    requests = requests_of(cfg, 0, prompts=APART, max_tokens=60)
+    small = make_engine("gemma3", cfg, max_num_batched_tokens=128)
+    small.allocate()
+    limit_pages(small, 6)
+    results = run(small, params, requests)
+    for expected, (_, logp, _) in zip(
+        trainer_logps(cfg, params, requests, results), results, strict=True
+    ):
+        np.testing.assert_allclose(logp, expected, atol=1e-4)
+    stats = small.take_stats()
+    assert stats.n_preempted and stats.n_cached_tokens
+
+
+def test_calls_of_prefill_divide_no_image():
+    """Rows of a text of 70 tokens, an image of 80, text, an image of 6, text; buckets of 2 rows."""
+    table, tokens = ImageTable(settings("gemma3", 32)), []
+    one = request((70, "9", 3, "0", 50), 32, 0)
+    table.submit(one, lambda numbered: tokens.append(numbered.tokens) or 0)
+    chunk = PrefillChunk(tokens[0], 0, {}, ahead=table.ahead(tokens[0]))
+    rows = split_rows([chunk], 64)
+    assert [len(row.tokens) for row in rows] == [64, 6, 64, 19, 50 + 6]
+    calls = [(len(own), bucket) for (own,), bucket in prefill_calls([rows], [2, 8])]
+    assert calls == [(2, 2), (2, 2), (1, 2)]
+    calls = [(len(own), bucket) for (own,), bucket in prefill_calls([rows[1:]], [2])]
+    assert calls == [(1, 2), (2, 2), (1, 2)]
+    calls = [(len(own), bucket) for (own,), bucket in prefill_calls([rows[2:4]], [1, 8])]
+    assert calls == [(2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [((5, "0", "1", 8), "no token between"), ((5, "9", 8), "has at most 64")],
+)
+def test_images_that_see_too_much_are_refused(parts, message):
+    table = ImageTable(settings("gemma3", 32), 64)
+    with pytest.raises(ValueError, match=message):
+        table.submit(request(parts, 32, 0), lambda _: 0)
 
 
 def test_images_share_pages_where_their_content_is_the_same(one_device):

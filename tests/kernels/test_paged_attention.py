@@ -82,6 +82,36 @@ def test_columns_equal_the_reference(one_device, page_len, options):
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "attend",
+    [
+        functools.partial(paged_attention, implementation="columns"),
+        functools.partial(paged_attention_ragged, interpret=True),
+        functools.partial(paged_attention_triton, interpret=True),
+    ],
+    ids=["columns", "ragged", "triton"],
+)
+@pytest.mark.parametrize("window", [0, 40])
+def test_queries_see_the_rest_of_their_image(one_device, attend, window):
+    """An image of 70 tokens over two pages, one in the row's window only, and text."""
+    (q, _, _), pools, table = paged_problem(6, 2, 128)
+    positions = np.stack([np.arange(60, 160), np.arange(100), np.full(100, -1)]).astype(np.int32)
+    ahead = positions.copy()
+    ahead[0, 10:80], ahead[1, 3:9] = 139, 8
+    spec = AttentionSpec(0.15, None, DECODE)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attend, ahead):
+        how = dict(page_table=table, positions=jnp.asarray(positions), window=window)
+        return attend(q[:, :100], *pools, spec=spec, ahead=ahead, **how)
+
+    reference = functools.partial(paged_attention, implementation="reference")
+    want, got = (run(one, jnp.asarray(ahead)) for one in (reference, attend))
+    np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
+    assert np.abs(want - run(reference, None)).max() > 0.1
+
+
 @pytest.mark.parametrize(
     ("heads", "page_len", "options"),
     [

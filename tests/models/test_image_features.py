@@ -304,11 +304,11 @@ def test_chunks_of_prefill_and_decode_give_the_numbers_of_packed_rows(one_device
         close(hidden[0, 0], want[0, i])
 
 
-def test_the_engine_rejects_images_whose_tokens_see_each_other(one_device):
+def test_pages_without_the_last_visible_positions_are_refused(one_device):
     tokens, _, positions, features, _ = inputs("gemma3")
     tokens, positions = jnp.asarray(tokens), jnp.asarray(positions)
     model = load("gemma3", stacked=True)
     cache = init_cache(model.cfg, 4, 4, jnp.float32, DECODE)
-    with pytest.raises(NotImplementedError, match="are not supported in the engine"):
+    with pytest.raises(ValueError, match="see each other; pass the last position"):
         tables = {0: jnp.zeros((2, 1), jnp.int32)}
         forward_paged(model, tokens, positions, cache, tables, features=features, rules=DECODE)

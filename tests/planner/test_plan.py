@@ -15,6 +15,7 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ from jaxrl.engine.api import Request
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout, worker_mesh
-from jaxrl.models.spec import is_spec
+from jaxrl.models.spec import count_params, is_spec
 from jaxrl.models.vision.tower import tower_specs
 from jaxrl.models.vision.towers import with_trained_tower
 from jaxrl.planner import topology as topologies
@@ -45,7 +46,7 @@ from jaxrl.planner.plan import (
     mixed_dispatches,
     roofline,
 )
-from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
+from jaxrl.planner.programs import Lengths, OfflineWorkload, rollout_tower, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.saved_plan import check_config
@@ -194,6 +195,16 @@ def test_the_tower_and_features_of_images_are_counted():
     B = 8 * rows
     more = [(B, T, D), (B, T), (B, T, n, D), (B, T, 3)]
     assert sorted(sizes[1]) == sorted([*sizes[0], *more])
+
+
+def test_a_tower_of_rollout_workers_is_on_one_device_of_training():
+    tower = tower_shape(str(ROOT / "tests/models/vision/golden/qwen3_vl"))
+    n_bytes = 4 * count_params(tower_specs(tower))
+    cfg = run(schedule__mode="async", schedule__rollout_workers=2)
+    dtype = jnp.dtype("float32")
+    with jax.set_mesh(make_mesh(fsdp=8)):
+        assert rollout_tower(cfg, tower, TINY, dtype, ()) == {"rollout_tower": n_bytes}
+        assert rollout_tower(run(), tower, TINY, dtype, ()) == {}
 
 
 @pytest.mark.thorough

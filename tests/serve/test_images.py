@@ -1,6 +1,7 @@
 """Images in chat completions: the engine's answers, what is refused, servers without images."""
 
 import base64
+import contextlib
 
 import openai
 import pytest
@@ -11,6 +12,7 @@ from jaxrl.rollout.request_images import request_images
 from jaxrl.serve.model import open_model
 from scripts.make_tiny_vlm import write_tiny_vlm
 from tests.data.images.pictures import encoded
+from tests.models.vision.tiny_gemma import write_tiny_gemma
 from tests.serve.serve_cases import KEY, arguments, direct, metric, serving, wait_until
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -21,6 +23,11 @@ def vlm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vlm") / "model"
     write_tiny_vlm(folder, width=32, n_layers=1)
     return folder
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    return write_tiny_gemma(tmp_path_factory.mktemp("gemma") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,18 @@ def ask(served, *parts, **more):
 
 
 @pytest.mark.thorough
-def test_answers_to_images_are_the_engines(served):
+@pytest.mark.parametrize("model", ["vlm", "gemma"])
+def test_answers_to_images_are_the_engines(request, model):
+    with contextlib.ExitStack() as stack:
+        if model == "vlm":
+            served = request.getfixturevalue("served")
+        else:
+            folder = request.getfixturevalue(model)
+            served = stack.enter_context(serving(arguments(folder, "--config.data.images=True")))
+        assert_answers_are_the_engines(served)
+
+
+def assert_answers_are_the_engines(served):
     found = [ask(served, picture(color), "What?", n=2)[0] for color in (RED, BLUE, RED)]
     logps = [[token.logprob for token in choice.logprobs.content] for choice in found]
     assert logps[0] == logps[2] != logps[1]

@@ -44,6 +44,16 @@ class DispatchShapes:
     states: bool  # whether every sequence has a slot of state
     images: ImageSettings | None  # None: no request has images
 
+    @property
+    def whole_images(self) -> bool:
+        """Whether a call of prefill has all tokens of an image."""
+        return self.images is not None and self.images.whole
+
+    @property
+    def prefill_len(self) -> int:
+        """Tokens of the largest call of prefill."""
+        return self.prefill_buckets[-1] * self.prefill_row_len
+
 
 def dispatch_shapes(
     rollout: RolloutConfig,
@@ -54,7 +64,7 @@ def dispatch_shapes(
     """The shapes for `rollout`, the model and sequences of up to `max_len` tokens.
 
     Mixing prefill with decode needs prompts long enough to fill a dispatch (those of all slots
-    together), and the prefix cache, which holds the chunks of a prompt.
+    together), the prefix cache, which holds the chunks of a prompt, and divisible prompts.
     """
     page_len = rollout.page_len
     row_len = max(page_len, PREFILL_LEN // page_len * page_len)
@@ -70,7 +80,9 @@ def dispatch_shapes(
         n_vocab=cfg.V,
         decode_buckets=decode_buckets(rollout.max_num_seqs),
         prefill_buckets=prefill,
-        mixed=rollout.prefix_cache and prompt_rows >= prefill[-1],
+        mixed=rollout.prefix_cache
+        and prompt_rows >= prefill[-1]
+        and not (images is not None and images.whole),
         adapters=cfg.lora is not None and cfg.lora.n_stacked > 0,
         states=bool(cfg.state_layers),
         images=images,
@@ -115,21 +127,6 @@ def pad_replicas[T](by_replica: list[list[T]], bucket: int) -> list[T | None]:
     return [rows[i] if i < len(rows) else None for rows in by_replica for i in range(bucket)]
 
 
-def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:
-    """Splits the chunks into rows of `row_len` tokens."""
-    return [
-        dataclasses.replace(
-            chunk,
-            tokens=chunk.tokens[i : i + row_len],
-            start=chunk.start + i,
-            axes=None if chunk.axes is None else chunk.axes[i : i + row_len],
-            source=chunk.target if i else chunk.source,
-        )
-        for chunk in chunks
-        for i in range(0, len(chunk.tokens), row_len)
-    ]
-
-
 def prefill_batch(
     rows: list[PrefillChunk | None], shapes: DispatchShapes, images: ImageTable | None = None
 ) -> PrefillBatch:
@@ -156,15 +153,19 @@ def _prefill_images(
     positions: np.ndarray,
     images: ImageTable,
 ) -> PrefillImages:
-    """The features of the tokens of images, and positions by axis of a model that has them."""
+    """The features of the tokens of images, and positions of a model that has others."""
     axes = None
     if images.settings.merge:
         axes = np.repeat(positions[..., None], 3, axis=-1)
         for b, row in enumerate(rows):
             if row is not None and row.axes is not None:
                 axes[b, : len(row.axes)] = row.axes
+    ahead = positions.copy() if images.settings.whole else None
+    for b, row in enumerate(rows):
+        if ahead is not None and row is not None and row.ahead is not None:
+            ahead[b, : len(row.ahead)] = row.ahead
     features, deep = images.features(tokens)
-    return PrefillImages(ImageFeatures(features, tokens < 0, deep), axes)
+    return PrefillImages(ImageFeatures(features, tokens < 0, deep), axes, ahead)
 
 
 def _prefill_slots(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> PrefillSlots | None:

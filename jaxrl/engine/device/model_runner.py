@@ -277,7 +277,7 @@ class ModelRunner:
         if program.kind == "decode" and program.variant.filtered != bool(self._filters):
             return False  # the program with filters serves requests without any, too
         buckets = {
-            "prefill": shapes.prefill_buckets[0],
+            "prefill": shapes.prefill_buckets[-1 if shapes.whole_images else 0],
             "copy_pages": COPIES_PER_CALL,
             "copy_states": COPIES_PER_CALL,
             "decode": shapes.decode_buckets[-1],

@@ -68,6 +68,7 @@ class PrefillImages:
 
     features: ImageFeatures  # of the rows
     axis_positions: Any = None  # int32 [R, T, 3]; None: a model with one position per token
+    ahead: Any = None  # int32 [R, T], last positions that tokens see; None: their own
 
 
 @struct.dataclass
@@ -89,6 +90,11 @@ class PrefillBatch:
     def rotary(self) -> Int[Array, "R T 3"] | None:
         """The positions by axis, if they are not those of text."""
         return None if self.images is None else self.images.axis_positions
+
+    @property
+    def ahead(self) -> Int[Array, "R T"] | None:
+        """The last positions that tokens see, if those of an image see each other."""
+        return None if self.images is None else self.images.ahead
 
     def adapter_of_tokens(self) -> Int[Array, "R T"] | None:
         if self.adapters is None:
@@ -156,6 +162,7 @@ def prefill(
             batch.slots,
             features=batch.features,
             rotary=batch.rotary,
+            ahead=batch.ahead,
             rules=rules.in_replica(),
             implementation=implementation,
         )

@@ -38,13 +38,15 @@ def paged_attention(
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
     sinks: Float[Array, "N"] | None = None,
+    ahead: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of the query at position p over the row's keys at positions 0..p.
 
     `window` > 0 keeps the last `window` keys. Row b's keys are in the pages of `page_table[b]`; the
     query's own key has been written before. A position of -1 is padding and gives zeros. `sinks`
-    are one more logit of each head, without a value (kernels/sinks.py).
+    are one more logit of each head, without a value (kernels/sinks.py). With `ahead`, a query sees
+    the keys up to that position in place of its own: those of its image, which are written, too.
     `implementation` is config.model.paged_attention; None or "auto" selects by backend and pages.
     """
     attend = choose(
@@ -63,6 +65,7 @@ def paged_attention(
             positions=positions,
             window=window,
             sinks=sinks,
+            ahead=ahead,
         )
 
 

@@ -38,6 +38,7 @@ def paged_attention_columns(
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
     sinks: Float[Array, "N"] | None = None,
+    ahead: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
 
@@ -57,6 +58,7 @@ def paged_attention_columns(
         v_pages,
         page_table,
         positions,
+        ahead,
         window=window,
         sinks=sinks,
         rules=spec.rules,
@@ -64,7 +66,7 @@ def paged_attention_columns(
 
 
 def _local_attention(
-    spec: AttentionSpec, q, k_pages, v_pages, page_table, positions, window, sinks
+    spec: AttentionSpec, q, k_pages, v_pages, page_table, positions, ahead, window, sinks
 ):
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
@@ -75,8 +77,12 @@ def _local_attention(
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0)))
     M = rows.shape[2]
 
-    last = jnp.pad(jnp.repeat(positions, G, axis=1), ((0, 0), (0, M - T * G)), constant_values=-1)
-    first = jnp.where(window > 0, jnp.maximum(last - window + 1, 0), 0)
+    def of_rows(a):
+        return jnp.pad(jnp.repeat(a, G, axis=1), ((0, 0), (0, M - T * G)), constant_values=-1)
+
+    own = of_rows(positions)
+    last = own if ahead is None else of_rows(ahead)
+    first = jnp.where(window > 0, jnp.maximum(own - window + 1, 0), 0)
     if spec.softcap is None and ops.supports_paged_attention(rows, k_pages):
         state = ops.paged_attention(rows, k_pages, v_pages, page_table, first, last, spec.scale)
     else:

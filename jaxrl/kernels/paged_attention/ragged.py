@@ -52,6 +52,7 @@ def paged_attention_ragged(
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
     sinks: Float[Array, "N"] | None = None,
+    ahead: Int[Array, "B T"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
@@ -75,6 +76,7 @@ def paged_attention_ragged(
         v_pages,
         page_table,
         positions,
+        ahead,
         window=window,
         sinks=sinks,
         rules=spec.rules,
@@ -89,13 +91,14 @@ def _local_attention(
     v_pages,
     table,
     positions,
+    ahead,
     window,
     sinks,
 ):
     rows = split_rows(
         q.astype(k_pages.dtype), positions, window,
         n_kv_heads=k_pages.shape[1], page_len=k_pages.shape[2], size=lambda M: M,
-        max_queries=min(MAX_QUERIES, QUERY_BYTES // _query_bytes(k_pages, sinks)),
+        max_queries=min(MAX_QUERIES, QUERY_BYTES // _query_bytes(k_pages, sinks)), ahead=ahead,
     )  # fmt: skip
     n_rows, K, M, H = rows.q.shape
     n_groups, n = _buffer_sizes(k_pages, M, table.shape[1], sinks)
@@ -113,7 +116,9 @@ def _local_attention(
 
     scalars = starts, table.reshape(-1), rows.low, rows.high, rows.window[None]
     arrays, specs = [rows.last[..., None]], [block(M, 1)]
-    if n_rows == positions.size:  # one token, whose position is a scalar
+    if ahead is not None:
+        arrays, specs = [*arrays, rows.own[..., None]], [*specs, block(M, 1)]
+    elif n_rows == positions.size:  # one token, whose position is a scalar
         scalars, arrays, specs = (*scalars, positions.reshape(-1)), [], []
     if sinks is not None:
         by_row = jnp.asarray(row_sinks(sinks, K, M * K // q.shape[2]))[..., None]
@@ -125,6 +130,7 @@ def _local_attention(
             n_columns=table.shape[1],
             n_pieces=n_rows // len(table),
             with_sinks=sinks is not None,
+            with_own=ahead is not None,
             spec=spec,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -247,15 +253,15 @@ class _Copies:
 
 
 def _kernel(
-    starts, table, low, high, window, last_ref, *sinks_and_rest,
-    n_columns, n_pieces, with_sinks, spec: AttentionSpec,
+    starts, table, low, high, window, last_ref, *rest,
+    n_columns, n_pieces, with_sinks, with_own, spec: AttentionSpec,
 ):  # fmt: skip
     """One row of a core. The buffers and the copies persist from one row to the next."""
-    sinks_ref = sinks_and_rest[0] if with_sinks else None
+    sinks_ref = rest[with_own] if with_sinks else None
     (
         q_ref, k_pages, v_pages, out_ref,
         k_buffer, v_buffer, done, place, max_ref, denominator_ref, numerator_ref,
-    ) = sinks_and_rest[with_sinks:]  # fmt: skip
+    ) = rest[with_own + with_sinks :]  # fmt: skip
     core, step = pl.program_id(0), pl.program_id(1)
     b, end = starts[core] + step, starts[core + 1]
     n_groups, n, K, page_len, H = k_buffer.shape
@@ -281,6 +287,7 @@ def _kernel(
             denominator_ref[...] = jnp.ones_like(denominator_ref)
         numerator_ref[...] = jnp.zeros_like(numerator_ref)
         last = last_ref[...] if len(last_ref.shape) > 1 else last_ref[b]
+        own = rest[0][...] if with_own else last
 
         def one_group(group, _):
             slot, first = place[0], low[b] + group * n
@@ -288,7 +295,7 @@ def _kernel(
             copies.wait(slot, jnp.minimum(high[b] - first, n))
             shape = q_ref.shape[1], n * page_len
             key = first * page_len + lax.broadcasted_iota(jnp.int32, shape, 1)
-            visible = (key <= last) & (key > last - window[0])
+            visible = (key <= last) & (key > own - window[0])
             for h in range(K):
                 k, v = (buffer[slot, :, h].reshape(-1, H) for buffer in (k_buffer, v_buffer))
                 state = max_ref, denominator_ref, numerator_ref

@@ -21,8 +21,12 @@ def paged_attention_reference(
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
     sinks: Float[Array, "N"] | None = None,
+    ahead: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v over positions 0..p of the row's pages; zeros for p = -1."""
+    """softmax(cap(q kᵀ * scale)) v over positions 0..p of the row's pages; zeros for p = -1.
+
+    With `ahead`, over positions 0..ahead.
+    """
     rules = spec.rules
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
@@ -41,8 +45,9 @@ def paged_attention_reference(
     qg = jnp.reshape(q, (B, T, K, N // K, H), out_sharding=grouped).astype(jnp.float32)
     out = rules.spec("batch", "kv_heads", None, None, None)
     scores = spec.scores(jnp.einsum("BTKGH,BKSH->BKGTS", qg, keys(k_pages), out_sharding=out))
-    distance = positions[:, :, None] - jnp.arange(S)
-    visible = (distance >= 0) & ((distance < window) | (window <= 0))
+    last = positions if ahead is None else ahead
+    key, distance = jnp.arange(S), positions[:, :, None] - jnp.arange(S)
+    visible = (key <= last[:, :, None]) & ((distance < window) | (window <= 0))
     probs = softmax_with_sinks(jnp.where(visible[:, None, None], scores, MASKED), sinks)
     result = jnp.einsum("BKGTS,BKSH->BTKGH", probs, keys(v_pages), out_sharding=grouped)
     result = jnp.where(positions[:, :, None, None, None] >= 0, result, 0.0)

@@ -18,6 +18,7 @@ class QueryRows:
     low: Any  # int32 [R], first page-table column of the row
     high: Any  # int32 [R], last column, exclusive; low < high
     window: Any  # int32 [], number of visible keys
+    own: Any = None  # int32 [R, M], position of a query if it is not `last`; -1 at padding
 
 
 def split_rows(
@@ -29,25 +30,37 @@ def split_rows(
     page_len: int,
     max_queries: int,
     size: Callable[[int], int],
+    ahead: Int[Array, "B T"] | None = None,
 ) -> QueryRows:
     """Splits queries into parts of t tokens, t dividing T, with at most `max_queries` per kv head.
 
-    M is padded to `size(t * G)`.
+    M is padded to `size(t * G)`. `ahead` are the last visible positions, else `positions`.
     """
     _, T, N, H = q.shape
     K, G = n_kv_heads, N // n_kv_heads
     t = next(t for t in range(T, 0, -1) if T % t == 0 and (t * G <= max_queries or t == 1))
     rows = q.reshape(-1, t, K, G, H).transpose(0, 2, 1, 3, 4).reshape(-1, K, t * G, H)
-    last = positions.reshape(-1, t)
+    own = positions.reshape(-1, t)
+    last = own if ahead is None else ahead.reshape(-1, t)
     far = jnp.iinfo(jnp.int32).max
     window = jnp.where(window > 0, window, far)
-    first = jnp.where(last >= 0, jnp.maximum(last - window + 1, 0), far)
+    first = jnp.where(own >= 0, jnp.maximum(own - window + 1, 0), far)
     high = jnp.maximum(jnp.max(last, axis=1) // page_len + 1, 1)
     low = jnp.minimum(jnp.min(first, axis=1) // page_len, high - 1)
     missing = size(t * G) - t * G
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, missing), (0, 0)))
-    last = jnp.pad(jnp.repeat(last, G, axis=1), ((0, 0), (0, missing)), constant_values=-1)
-    return QueryRows(q=rows, last=last, low=low, high=high, window=window)
+
+    def of_queries(a: jax.Array) -> jax.Array:
+        return jnp.pad(jnp.repeat(a, G, axis=1), ((0, 0), (0, missing)), constant_values=-1)
+
+    return QueryRows(
+        q=rows,
+        last=of_queries(last),
+        low=low,
+        high=high,
+        window=window,
+        own=None if ahead is None else of_queries(own),
+    )
 
 
 def join_rows(

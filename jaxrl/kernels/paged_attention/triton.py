@@ -44,6 +44,7 @@ def paged_attention_triton(
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
     sinks: Float[Array, "N"] | None = None,
+    ahead: Int[Array, "B T"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
@@ -66,6 +67,7 @@ def paged_attention_triton(
         v_pages,
         page_table,
         positions,
+        ahead,
         window=window,
         sinks=sinks,
         rules=spec.rules,
@@ -73,7 +75,16 @@ def paged_attention_triton(
 
 
 def _local_attention(
-    spec: AttentionSpec, interpret: bool, q, k_pages, v_pages, table, positions, window, sinks
+    spec: AttentionSpec,
+    interpret: bool,
+    q,
+    k_pages,
+    v_pages,
+    table,
+    positions,
+    ahead,
+    window,
+    sinks,
 ):
     K, page_len, H = k_pages.shape[1:]
     pools, dtype = [k_pages, v_pages], k_pages.dtype
@@ -82,19 +93,26 @@ def _local_attention(
     rows = split_rows(
         q.astype(dtype), positions, window,
         n_kv_heads=K, page_len=page_len, max_queries=MAX_QUERIES, size=lambda M: M,
+        ahead=ahead,
     )  # fmt: skip
     n_rows, _, M, _ = rows.q.shape
     n_columns = table.shape[1]
     scalars = table.reshape(-1), rows.low, rows.high, rows.window[None]
+    places = [rows.last] if ahead is None else [rows.last, rows.own]
     split = n_rows * K < ENOUGH_PROGRAMS
     n_parts = min(pl.cdiv(TARGET_PROGRAMS, n_rows * K), n_columns) if split else 1
     whole = n_parts == 1 and sinks is None  # nothing is left to do after the kernel
     mean, norm = pl.pallas_call(
         functools.partial(
-            _kernel, n_columns=n_columns, n_pieces=n_rows // len(table), n_parts=n_parts, spec=spec
+            _kernel,
+            n_columns=n_columns,
+            n_pieces=n_rows // len(table),
+            n_parts=n_parts,
+            with_own=ahead is not None,
+            spec=spec,
         ),
         grid=(n_rows, K, n_parts),
-        in_specs=[pl.no_block_spec] * (6 + len(pools)),
+        in_specs=[pl.no_block_spec] * (5 + len(places) + len(pools)),
         out_specs=[pl.no_block_spec] * 2,
         out_shape=[
             jax.ShapeDtypeStruct((n_parts, n_rows, K, M, H), q.dtype if whole else jnp.float32),
@@ -103,7 +121,7 @@ def _local_attention(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="paged_attention_triton",
         interpret=interpret,
-    )(*scalars, rows.q, rows.last, *pools)
+    )(*scalars, rows.q, *places, *pools)
     if n_parts == 1:
         out = mean[0]
     else:
@@ -117,15 +135,16 @@ def _local_attention(
 
 
 def _kernel(
-    table, low, high, window, q_ref, last_ref, k_pages, v_pages, *scales_and_results,
-    n_columns, n_pieces, n_parts, spec: AttentionSpec,
+    table, low, high, window, q_ref, last_ref, *rest,
+    n_columns, n_pieces, n_parts, with_own, spec: AttentionSpec,
 ):  # fmt: skip
     """Mean over the visible keys and its log-sum, for one part of a row's pages and one kv head.
 
     A product needs a power of two of queries: those past the row's are masked here, because padded
     arrays would be written and read in every layer.
     """
-    *scales, mean_ref, norm_ref = scales_and_results  # scales of quantized pages only
+    own_refs = rest[:with_own]
+    k_pages, v_pages, *scales, mean_ref, norm_ref = rest[with_own:]  # scales of quantized pages
     row, head, part = (pl.program_id(axis) for axis in range(3))
     page_len = k_pages.shape[2]
     keys = min(KEY_BLOCK, page_len)
@@ -134,7 +153,10 @@ def _kernel(
     exists = query < M
     place = row, head, query[:, None], jnp.arange(H)[None]
     q = plgpu.load(q_ref.at[place], mask=exists[:, None], other=0)
-    last = plgpu.load(last_ref.at[row, query], mask=exists, other=-1)
+    last, *others = (
+        plgpu.load(ref.at[row, query], mask=exists, other=-1) for ref in (last_ref, *own_refs)
+    )
+    own = others[0] if others else last
     size = lax.div(high[row] - low[row] + n_parts - 1, n_parts)
     start = low[row] + part * size
     end = jnp.minimum(start + size, high[row])
@@ -147,7 +169,7 @@ def _kernel(
         k, v = (pages[*location, :].astype(q.dtype) for pages in (k_pages, v_pages))
         k_scale, v_scale = (scale[location][None] for scale in scales) if scales else (1.0, 1.0)
         key = column * page_len + offset + jnp.arange(keys)
-        visible = (key[None] <= last[:, None]) & (key[None] > last[:, None] - window[0])
+        visible = (key[None] <= last[:, None]) & (key[None] > own[:, None] - window[0])
         products = plgpu.dot(q, k, trans_b=True) * k_scale
         scores = jnp.where(visible, spec.scores(products), MASKED)
         new = jnp.maximum(max_score, jnp.max(scores, axis=1))

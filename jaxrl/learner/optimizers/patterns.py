@@ -19,13 +19,13 @@ def weight_decays(cfg: LearnerConfig, specs: Tree) -> Tree:
     """A number per parameter, or an array that broadcasts over one of stacked layers or experts.
 
     The first of `cfg.weight_decays` whose pattern is found in the tensor's name counts; otherwise
-    `cfg.weight_decay` for matrices, and 0 for norms and biases. Raises ValueError for a pattern
-    that is found in no name.
+    `cfg.weight_decay` for matrices, and 0 for norms, biases and filters over time. Raises
+    ValueError for a pattern that is found in no name.
     """
     patterns = _parse(cfg.weight_decays, specs, "learner.weight_decays")
 
     def decay(spec: ParamSpec) -> float | np.ndarray:
-        default = cfg.weight_decay if spec.is_matrix else 0.0
+        default = cfg.weight_decay if spec.multiplies else 0.0
         return _per_tensor(spec, [_first(patterns, name, default) for name in hf_names(spec)])
 
     return map_specs(decay, specs)

@@ -10,6 +10,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.digest import digest
 from jaxrl.engine.api import EngineStats, Generated, Request
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.vision.config import TowerConfig
 from jaxrl.rollout.remote.weights import WeightUpdate
 from jaxrl.types import Tree
 
@@ -24,6 +25,7 @@ class WorkerSettings:
     eos_ids: tuple[int, ...]
     platform: str  # of JAX
     model: str  # `model_digest` of the weights that it gets
+    tower: TowerConfig | None = None  # whose features requests have; None: a run without images
 
 
 @dataclasses.dataclass(frozen=True)

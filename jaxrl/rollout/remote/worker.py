@@ -108,6 +108,8 @@ class RolloutWorker:
             host = socket.gethostname()
             return Registration(refused=f"{host}: its model has other weights than the trainer's")
         self._weights = LoadedWeights(abstract, keep_bits=cfg.schedule.weight_transfer == "delta")
-        self._engine = paged_engine(cfg, cfg.rollout, layout, settings.decoder, settings.eos_ids)
+        self._engine = paged_engine(
+            cfg, cfg.rollout, layout, settings.decoder, settings.eos_ids, tower=settings.tower
+        )
         n_replicas = self._mesh.shape["replica"]
         return Registration(capacity=n_replicas * cfg.rollout.max_num_seqs)

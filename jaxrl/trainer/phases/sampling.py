@@ -181,6 +181,8 @@ def sample(
         n, sampling = 1, dataclasses.replace(sampling, temperature=0.0)
     name = "validation" if validation else "rollout"
     run.source.release_engine()
+    if run.engines.images is not None:
+        run.engines.images.follow(run.core.state.params)
     with (
         run.core.no_compile(name),
         run.engines.layout.weights(

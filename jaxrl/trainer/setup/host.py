@@ -161,30 +161,8 @@ def check_items(host: HostSide) -> None:
     check_same_order(iterator.state())
 
 
-def check_image_rollouts(cfg: RunConfig, decoder: DecoderConfig) -> None:
-    """Raises ValueError if responses to images cannot be sampled in this run."""
-    reasons = {
-        f"a {decoder.family} model, whose engine would need all tokens of an image at once": any(
-            mixer.whole_images for mixer in decoder.attention_layers
-        ),
-        "config.schedule.mode='async' and a trained tower (config.model.freeze_vision)": (
-            cfg.schedule.mode == "async" and decoder.tower is not None
-        ),
-        "rollout workers (config.schedule.rollout_workers)": cfg.schedule.rollout_workers,
-        "several processes": hosts.n_processes() > 1,
-    }
-    if found := [reason for reason, holds in reasons.items() if holds]:
-        raise ValueError(
-            f"config.data.images: responses to images cannot be sampled yet with {found[0]}; "
-            "change it, or set data.images=False and remove the images from the rows if the text "
-            "alone is the task"
-        )
-
-
 def make_prompt_maker(cfg: RunConfig, models: Models) -> ItemMaker[Prompt]:
     """Makes prompts with the answers that the reward functions need and can match."""
-    if models.images is not None:
-        check_image_rollouts(cfg, models.decoder)
     answer_for = ", ".join(need_answer(cfg.reward.functions))
     maker = prompt_maker(models.renderer, cfg.data, answer_for=answer_for, images=models.images)
     return with_checked_truths(maker, cfg.reward.functions)

@@ -11,6 +11,7 @@ come before the work of the next one.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -27,17 +28,19 @@ from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner, make_learner
 from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.learner.state import checkpoint_state, init_state
-from jaxrl.models.decoder import Decoder
+from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.files.kept_record import write_record
 from jaxrl.models.lora import with_base
+from jaxrl.models.spec import partition_specs
 from jaxrl.models.vision.files import load_whole
 from jaxrl.planner.chips import chip_of
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.rollout.engines import Engines
+from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.runtime.compilation import CompileThreads
 from jaxrl.runtime.start import end_loading
 from jaxrl.tracking.loggers import make_loggers
@@ -67,7 +70,7 @@ from jaxrl.trainer.setup.host import HostSide, open_evaluation_host, open_host, 
 from jaxrl.trainer.setup.session import open_session, record_start
 from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
 from jaxrl.types import Prompt, TrainState
-from sharding import Rules, hosts, to_host
+from sharding import Resharding, Rules, hosts, make_mesh, to_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,14 +220,26 @@ def make_encoder(host: HostSide, policy: Policy, rules: Rules) -> ImageEncoder |
 
 
 def with_own_tower(engines: Engines, host: HostSide, policy: Policy) -> Engines:
-    """Engines whose images are read by a tower on their own mesh, if the run has images."""
-    layout = engines.layout
-    assert isinstance(layout, Layout), "rollout workers read no images"
-    with layout.on_mesh():
-        if (encoder := make_encoder(host, policy, layout.rules)) is None:
-            return engines
+    """Engines whose images are read by a tower on the devices of this process.
+
+    Rollout workers get the features with the requests, and have no tower.
+    """
+    layout, decoder = engines.layout, policy.decoder
+    if isinstance(layout, RemoteWeights):
+        rules, mesh = layout.layout.rules, make_mesh(jax.local_devices()[:1])
+    else:
+        rules, mesh = layout.rules, layout.mesh(jax.sharding.get_mesh())
+    with jax.set_mesh(mesh):
+        encoder = make_encoder(host, policy, rules)
+    images = open_images(host.models, encoder)
+    assert encoder is not None and images is not None, "a run with a tower reads images"
+    if decoder.tower is None:
         encoder.load()
-    return dataclasses.replace(engines, images=open_images(host.models, encoder))
+        return dataclasses.replace(engines, images=images)
+    assert isinstance(layout, Layout) and isinstance(layout.resharding, Resharding)
+    specs = partition_specs(decoder_specs(decoder).tower, rules)
+    move = functools.partial(layout.resharding.reshard, specs=specs, dtype=policy.dtype)
+    return dataclasses.replace(engines, images=dataclasses.replace(images, move=move))
 
 
 def start_run(devices: Devices) -> Run:
@@ -234,7 +249,9 @@ def start_run(devices: Devices) -> Run:
     cfg = host.session.cfg
     core = load_core(devices, has_reference=needs_ref(cfg))
     engines = with_idle_policy(engines, core)
-    if host.models.tower is not None and cfg.schedule.mode == "async":  # generates in a thread
+    # A thread generates, or processes generate different responses: not in step with training
+    alone = cfg.schedule.mode == "async" or engines.layout.per_process
+    if host.models.tower is not None and alone:
         engines = with_own_tower(engines, host, devices.policy)
     run = Run(
         core=core,

@@ -36,6 +36,7 @@ def make_workers(
         eos_ids=stop_ids(models.folders.policy, models.renderer.tokenizer),
         platform=jax.default_backend(),
         model=model_digest(layout.abstract_weights(policy.decoder, device)),
+        tower=models.tower,
     )
     cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
     n_workers, max_workers = workers_of_process(cfg)

@@ -4,6 +4,7 @@
 # pyright: reportAttributeAccessIssue=false
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,11 @@ from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.optimizers.patterns import found_patterns, lr_factors, weight_decays
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import hf_names, is_spec
+from jaxrl.models.vision.tower import tower_specs
+from jaxrl.models.vision.towers import known_tower
 from tests.learner.tiny_policy import MODEL
 from tests.models.resized import resized
+from tests.models.vision.images import GOLDEN, TOWERS
 
 MODELS = [resized(MODEL, L=3, stacked=stacked) for stacked in (False, True)]
 
@@ -51,6 +55,22 @@ def test_the_first_pattern_that_is_found_gives_the_number(model):
     assert decay[layer(2) + "mlp.up_proj.weight"] == 0
     assert decay[layer(1) + "mlp.up_proj.weight"] == pytest.approx(0.1)
     assert decay[layer(1) + "self_attn.q_proj.bias"] == 0
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_of_a_tower_the_matrices_decay(name):
+    """Also the embedding of patches and the table of positions, which have more axes in files."""
+    specs = tower_specs(known_tower(GOLDEN / name))
+    numbers = jax.tree.leaves(weight_decays(LearnerConfig(weight_decay=0.1), specs))
+    found: dict[float, set[str]] = {0.0: set(), 0.1: set()}
+    for spec, number in zip(jax.tree.leaves(specs, is_leaf=is_spec), numbers, strict=True):
+        found[number].add(re.sub(r"\.\d+\.", ".", spec.hf))
+    norms = re.compile(r"norm[^.]*\.weight$|\.ln_q\.|\.std_scale$")
+    every = found[0.0] | found[0.1]
+    assert {one for one in found[0.0] if not one.endswith("bias")} == set(
+        filter(norms.search, every)
+    )
+    assert any("patch_embed" in one for one in found[0.1])
 
 
 @pytest.mark.parametrize("model", MODELS, ids=["list", "stacked"])
