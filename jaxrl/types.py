@@ -77,7 +77,7 @@ class Prompt:
 
 # (what an episode did, start, end), in seconds since it began: "queue", "engine", "environment", or
 # "agent", the time of its whole process
-Span = tuple[str, float, float]
+PhaseSpan = tuple[str, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Episode:
     step_rewards: tuple[tuple[int, float], ...] = ()
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # the environment's metrics
     error: str = ""  # why the environment failed; "" if it did not
-    spans: tuple[Span, ...] = dataclasses.field(default=(), compare=False)
+    spans: tuple[PhaseSpan, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def reward(self) -> float:
@@ -217,6 +217,9 @@ class TrainingSample:
     # int32 [3, prompt_len + response_len], as those of prompts
     axis_positions: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None  # float32 [response_len], at the ends of turns
+    anchors: tuple[
+        bytes, ...
+    ] = ()  # hash of the state that each turn answers, if they are compared
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
     advantages: np.ndarray | None = None  # float32 [response_len]
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss

@@ -35,7 +35,12 @@ EVERY_RESPONSE_ADVANTAGE = (
 )
 # (key, names, other key, names): every other pair is accepted.
 REFUSED = [
-    ("policy_loss", RESPONSE_LOSSES, "advantage", ("gae", "reinforce_plus_plus", "distill")),
+    (
+        "policy_loss",
+        RESPONSE_LOSSES,
+        "advantage",
+        ("gae", "reinforce_plus_plus", "distill", "gigpo"),
+    ),
     ("kl", ("k1",), "kl_in", ("loss",)),
     ("kl", ("abs", "k2", "k3", "k3_unbiased", "full"), "kl_in", ("reward",)),
     ("kl", ("abs+", "k2+", "k3+", "full+"), "kl_in", ("reward",)),
@@ -118,6 +123,7 @@ def test_preconditions_name_keys_and_values_that_exist():
         "gae",
         "reinforce_plus_plus",
         "distill",
+        "gigpo",
     }
     assert set(PRECONDITIONS["kl"]) == set(KLS) - {"k1+"}, "its value is k1, its gradient k2's"
 

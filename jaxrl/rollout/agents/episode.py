@@ -22,7 +22,7 @@ from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.turns import Response
 from jaxrl.tool_calls.calls import calls_of
 from jaxrl.tool_calls.chat_message import as_message
-from jaxrl.types import Decode, Episode, ImageInput, Prompt, Rollout, Span
+from jaxrl.types import Decode, Episode, ImageInput, PhaseSpan, Prompt, Rollout
 
 NO_TOKENS = PlacedTokens(np.zeros(0, np.int32))
 MAX_TOKEN_CHARS = 32  # larger requests than this per token of the context are not rendered
@@ -137,7 +137,7 @@ class AgentEpisode:
         self._n_turns = 0
         self._finish = "stop"
         self._n_seen: dict[int, int] = {}  # requests by the hash of their tokens
-        self._added_at, self._spans = time.monotonic(), list[Span]()
+        self._added_at, self._spans = time.monotonic(), list[PhaseSpan]()
 
     def place_turn(self, request: ChatRequest) -> PlacedTurn:
         """Where the turn that a request asks for belongs; `begin_turn` or `withdraw` must follow.

@@ -27,28 +27,28 @@ DIGITS = 4  # of numbers per token
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenValues:
-    """What training computed for the response tokens of a sequence, float32 [response_len]."""
+class TrainerValues:
+    """Numbers of training for the response tokens of a sequence, float32 [response_len]."""
 
     advantages: np.ndarray | None = None
     policy_logp: np.ndarray | None = None  # of the policy before the step, by the trainer
 
 
 # By the identity of a sequence's array of tokens, which its rollout and its training sample share
-ValuesOf = Mapping[int, TokenValues]
+ValuesOf = Mapping[int, TrainerValues]
 
 
-def token_values(mini_batches: Sequence[MiniBatch], *, scored: bool) -> dict[int, TokenValues]:
+def token_values(mini_batches: Sequence[MiniBatch], *, scored: bool) -> dict[int, TrainerValues]:
     """The values of all sequences of a step; `scored`: the mini-batches have `old_logp`."""
-    found: dict[int, TokenValues] = {}
+    found: dict[int, TrainerValues] = {}
     for mini in mini_batches:
-        found |= {id(s.tokens): TokenValues(s.advantages) for s in mini.samples}
+        found |= {id(s.tokens): TrainerValues(s.advantages) for s in mini.samples}
         if scored:
             idle = {id(s) for s in mini.idle}
             packed = [s for s in mini.samples if id(s) not in idle]  # demonstrations follow them
             logps = gather([p.batch.old_logp for p in mini.packed], mini.packed)
             pairs = zip(packed, logps, strict=False)
-            found |= {id(s.tokens): TokenValues(s.advantages, logp) for s, logp in pairs}
+            found |= {id(s.tokens): TrainerValues(s.advantages, logp) for s, logp in pairs}
     return found
 
 
@@ -85,7 +85,7 @@ def _largest_difference(rollout: Rollout, values: ValuesOf) -> float:
 
 
 def _differences(rollout: Rollout, values: ValuesOf) -> np.ndarray | None:
-    policy_logp = values.get(id(rollout.tokens), TokenValues()).policy_logp
+    policy_logp = values.get(id(rollout.tokens), TrainerValues()).policy_logp
     return None if policy_logp is None else rollout.logp - policy_logp
 
 
@@ -116,7 +116,7 @@ def _sequence(
     n, half = len(rollout.tokens), MAX_TOKENS // 2
     kept = [(0, n)] if n <= MAX_TOKENS else [(0, half), (n - half, n)]
     index = np.concatenate([np.arange(*span) for span in kept])
-    known = values.get(id(rollout.tokens), TokenValues())
+    known = values.get(id(rollout.tokens), TrainerValues())
 
     def numbers(x: np.ndarray | None) -> list[float] | None:
         return None if x is None else [float(f"{v:.{DIGITS}g}") for v in x[index].tolist()]

@@ -9,7 +9,7 @@ import pytest
 from jaxrl.config.resolve import resolve
 from jaxrl.trainer.phases import trajectories as module
 from jaxrl.trainer.phases.mini_batches import make_mini_batches, with_scores
-from jaxrl.trainer.phases.trajectories import TokenValues, choose, token_values, trajectories
+from jaxrl.trainer.phases.trajectories import TrainerValues, choose, token_values, trajectories
 from jaxrl.types import Episode, Prompt, Reward, Rollout, ScoredRollout
 from tests.trainer.phases.test_mini_batches import config, samples_of
 
@@ -50,7 +50,7 @@ def test_a_trajectory_has_turns_tokens_values_and_times(renderer):
         spans=spans,
     )
     one = scored(renderer, "ab", "xyz", "d", reward=1.25, episode=episode)
-    known = TokenValues(
+    known = TrainerValues(
         advantages=np.array([1, 1, 0, 0, 0, 2], np.float32),
         policy_logp=np.array([-0.25, -0.25, 0, 0, 0, -0.25], np.float32),
     )
@@ -115,7 +115,7 @@ def test_the_worst_samples_of_each_kind_are_chosen_in_turn(renderer):
     ]
     some += [scored(renderer, "e", reward=4.0, error="broken"), scored(renderer, "fg", reward=9.0)]
     off = some[4].rollout
-    values = {id(off.tokens): TokenValues(policy_logp=np.full(2, -9, np.float32))}
+    values = {id(off.tokens): TrainerValues(policy_logp=np.full(2, -9, np.float32))}
     assert choose(some, values, 1) == [3]  # a failed reward
     assert choose(some, values, 2) == [3, 4]  # the largest difference
     assert choose(some, values, 3) == [1, 3, 4]  # the longest
