@@ -10,6 +10,8 @@ import pytest
 
 from jaxrl.config.resolve import resolve
 from jaxrl.evaluate import evaluate, read
+from jaxrl.report.page import page_data
+from jaxrl.report.record import read_record
 from jaxrl.train import train
 from tests.trainer.test_train import assert_same_weights, metrics
 

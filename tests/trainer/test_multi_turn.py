@@ -345,6 +345,24 @@ def test_a_run_in_an_environment_resumes_bitwise_and_evaluates_as_validated(env_
 
 
 @pytest.mark.thorough
+def test_turns_of_an_episode_are_trained_with_separate_advantages(env_config):
+    """Letters replies "More." to each turn: the later turns of a group answered one state."""
+    env_config.algorithm.advantage, env_config.algorithm.gamma = "gigpo", 0.5
+    env_config.log.trajectories, env_config.total_steps = 16, 1
+    assert train(resolve(env_config))
+    rows = page_data(read_record(Path(env_config.run_dir)), "")["trajectories"]
+    rows = [row for row in rows if row["kind"] == "train"]
+    by_turn = [
+        [row["sequences"][0]["advantage"][turn["start"] : turn["end"]] for turn in own]
+        for row in rows
+        if (own := [t for t in row["sequences"][0]["turns"] if t["role"] == "assistant"])
+    ]
+    assert len(by_turn) == 16
+    assert all(len(set(turn)) == 1 for turns in by_turn for turn in turns)
+    assert any(len({turn[0] for turn in turns}) > 1 for turns in by_turn)
+
+
+@pytest.mark.thorough
 def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_config, tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(
