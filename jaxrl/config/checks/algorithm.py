@@ -161,7 +161,7 @@ def _advantage_errors(run: RunConfig) -> list[str]:
     if name in TURN_ADVANTAGES and not run.env.episodes:
         errors.append(
             f"algorithm.advantage={name!r} compares turns, and without an environment a response "
-            "is one; set env.name, env.agent or env.command, or algorithm.advantage='grpo'"
+            f"is one; set one of {', '.join(run.env.kinds)}, or algorithm.advantage='grpo'"
         )
     if algorithm.turn_weight != 1.0 and name not in TURN_ADVANTAGES and not users_own:
         errors.append(
