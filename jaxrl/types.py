@@ -75,6 +75,11 @@ class Prompt:
         return self.answer if is_text else json.dumps(self.answer, ensure_ascii=False)
 
 
+# (what an episode did, start, end), in seconds since it began: "queue", "engine", "environment", or
+# "agent", the time of its whole process
+PhaseSpan = tuple[str, float, float]
+
+
 @dataclasses.dataclass(frozen=True)
 class Episode:
     """The conversation between the policy and an environment in one rollout."""
@@ -86,6 +91,7 @@ class Episode:
     step_rewards: tuple[tuple[int, float], ...] = ()
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # the environment's metrics
     error: str = ""  # why the environment failed; "" if it did not
+    spans: tuple[PhaseSpan, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def reward(self) -> float:
@@ -159,6 +165,7 @@ class Reward:
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # score per reward function
     error: str = ""  # why a reward function failed; "" if none did
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # summed over a step
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # of the slowest function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +217,9 @@ class TrainingSample:
     # int32 [3, prompt_len + response_len], as those of prompts
     axis_positions: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None  # float32 [response_len], at the ends of turns
+    anchors: tuple[
+        bytes, ...
+    ] = ()  # hash of the state that each turn answers, if they are compared
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
     advantages: np.ndarray | None = None  # float32 [response_len]
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss

@@ -1,7 +1,8 @@
 """Advantage estimators on host arrays: P prompts with n samples each, or N responses of T tokens.
 
 A response-level estimator gives one number per response, which applies to each of its tokens. A
-token-level estimator (`gae`, `reinforce_plus_plus`, `distill`, `remax`) gives one number per token.
+token-level estimator (`gae`, `reinforce_plus_plus`, `distill`, `remax`, `gigpo`) gives one number
+per token.
 All arithmetic is float64: in float32 the mean of equal rewards has a rounding error, which division
 by a small standard deviation would amplify.
 
@@ -160,6 +161,48 @@ def grpo_passk(rewards: Groups, *, norm_adv_by_std: bool = True, eps: float = 1e
     return _float32(np.eye(r.shape[1])[best] * gain[:, None])
 
 
+def gigpo(
+    rewards: Groups,
+    places: tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]],
+    turn_rewards: Float[np.ndarray, "N U"],
+    turn_anchors: Int[np.ndarray, "N U"],
+    token_turns: Int[np.ndarray, "N T"],
+    mask: Tokens,
+    *,
+    gamma: float,
+    turn_weight: float,
+    norm_adv_by_std: bool = True,
+    eps: float = 1e-6,
+) -> Tokens:
+    """A_t = grpo(r) + ω (R_u - mean(R)) / (std(R) + eps), R_u = Σ_{v >= u} γ^(v - u) r_v.
+
+    GiGPO, eq. 3 to 8 (https://arxiv.org/abs/2505.10978). u is the turn of token t. Its return is
+    compared with those of all turns of the group that answered the same state, the anchor. ω is
+    `turn_weight`; without `norm_adv_by_std` both terms have no division. A turn whose state has no
+    other turn, or equal returns, gets the first term alone.
+
+    `places` are (group, sample) of each response in `rewards`. `turn_anchors` numbers the states,
+    so that those of different groups differ, and is -1 after the last turn. Raises ValueError for
+    groups of one sample.
+    """
+    _check_groups("gigpo", rewards)
+    of_episodes = grpo(rewards, norm_adv_by_std=norm_adv_by_std, eps=eps)[places]
+    returns = _discounted(turn_rewards, gamma)
+    states = np.unique(turn_anchors, return_inverse=True)[1].reshape(turn_anchors.shape)
+    count = np.bincount(states.ravel())
+    mean = np.bincount(states.ravel(), returns.ravel()) / count
+    centred = returns - mean[states]
+    lowest, highest = np.full(len(count), np.inf), np.full(len(count), -np.inf)
+    np.minimum.at(lowest, states, returns)
+    np.maximum.at(highest, states, returns)
+    centred = np.where((lowest == highest)[states], 0.0, centred)  # without a rounding error
+    if norm_adv_by_std:
+        squares = np.bincount(states.ravel(), np.square(centred).ravel())
+        centred = centred / (np.sqrt(squares / np.maximum(count - 1, 1))[states] + eps)
+    of_turns = np.take_along_axis(centred, token_turns, axis=1)
+    return _float32((of_episodes[:, None] + turn_weight * of_turns) * mask)
+
+
 def remax(
     task_rewards: Float[np.ndarray, " N"],
     baselines: Float[np.ndarray, " N"],
@@ -312,6 +355,13 @@ ADVANTAGES = {
         needs_group=True,
     ),
     "flash_reinforce": Advantage(flash_reinforce, ("rewards",)),
+    "gigpo": Advantage(
+        gigpo,
+        ("rewards", "places", "turn_rewards", "turn_anchors", "token_turns", "mask"),
+        ("gamma", "turn_weight", "norm_adv_by_std"),
+        level="token",
+        needs_group=True,
+    ),
     "gae": Advantage(
         gae,
         ("token_rewards", "values", "mask"),

@@ -42,14 +42,20 @@ ADVANTAGES = (
     "max_rl",
     "gdpo",
     "flash_reinforce",
+    "gigpo",
     "gae",
     "distill",
 )
+TURN_ADVANTAGES = ("gigpo",)  # one advantage per turn, compared with other samples of the prompt
 # One advantage per token, from token rewards; all others give a response one advantage.
-DISCOUNTED_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill")
+DISCOUNTED_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill", *TURN_ADVANTAGES)
 TOKEN_ADVANTAGES = (*DISCOUNTED_ADVANTAGES, "remax")  # remax: equal without a KL in the reward
 BATCH_ADVANTAGES = ("flash_reinforce",)  # compares all samples of a step
-GROUP_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, *BATCH_ADVANTAGES))
+GROUP_ADVANTAGES = (
+    *(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, *BATCH_ADVANTAGES)),
+    *TURN_ADVANTAGES,
+)
+BRANCH_CREDITS = ("all", "last")
 POLICY_LOSSES = (
     "ppo_clip",
     "dual_clip",

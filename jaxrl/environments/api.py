@@ -22,6 +22,7 @@ Number = float | int
 StepResult = tuple[Observation, Number, bool] | tuple[Observation, Number, bool, dict[str, Number]]
 
 KEY, AGENT_KEY, COMMAND_KEY = "env.name", "env.agent", "env.command"
+VERIFIERS_KEY = "env.verifiers"
 BUILT_IN = {
     "calculator": "jaxrl.environments.builtin.calculator:Calculator",
     "calculator_tool": "jaxrl.environments.builtin.calculator:CalculatorTool",

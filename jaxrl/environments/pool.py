@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.config.keys import EnvConfig
 from jaxrl.data.images.placeholders import with_own_images
-from jaxrl.environments.api import AGENT_KEY, COMMAND_KEY, KEY, StepLimits, Turn
+from jaxrl.environments.api import StepLimits, Turn
 from jaxrl.environments.messages import read_turn
 from jaxrl.subprocesses.channel import Channel, ProtocolError, wait
 from jaxrl.subprocesses.output import OutputLog, print_line
@@ -50,8 +50,7 @@ class EnvironmentPool:
 
     def __init__(self, cfg: EnvConfig, *, write: Callable[[str], None] = print_line):
         self._cfg = cfg
-        specs = {KEY: cfg.name, AGENT_KEY: cfg.agent, COMMAND_KEY: cfg.command}
-        self._key, self._spec = next((key, spec) for key, spec in specs.items() if spec)
+        self._key, self._spec = next((key, spec) for key, spec in cfg.kinds.items() if spec)
         self._limits = StepLimits(
             cfg.timeout_s, cfg.tool_timeout_s, cfg.max_calls_per_turn, cfg.max_result_chars
         )

@@ -19,10 +19,10 @@ from jaxrl.config.user_code import error_text, exception_text, user_frames
 from jaxrl.data.images.references import encoded_url, mark_parts
 from jaxrl.environments.agent import AgentProgram
 from jaxrl.environments.api import (
-    AGENT_KEY,
     BUILT_IN,
     COMMAND_KEY,
     KEY,
+    VERIFIERS_KEY,
     Environment,
     EnvironmentFactory,
     StepLimits,
@@ -31,6 +31,7 @@ from jaxrl.environments.api import (
 from jaxrl.environments.command import CommandAgent
 from jaxrl.environments.messages import write_turn
 from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
+from jaxrl.environments.verifiers import VerifiersAgent
 from jaxrl.json_text import Message
 from jaxrl.rewards.calls import check_score
 from jaxrl.subprocesses.channel import WorkerChannel
@@ -72,9 +73,9 @@ def load_program(
     key: str, spec: str, limits: StepLimits
 ) -> tuple[RunProgram, list[dict[str, Any]]]:
     """(what an episode's process runs, the tools that the environment offers)."""
-    if key in (AGENT_KEY, COMMAND_KEY):
-        by_command = key == COMMAND_KEY
-        agent = CommandAgent(spec) if by_command else load_plugin(spec, built_in={}, key=key)
+    if key != KEY:
+        kinds = {COMMAND_KEY: CommandAgent, VERIFIERS_KEY: VerifiersAgent}
+        agent = kinds[key](spec) if key in kinds else load_plugin(spec, built_in={}, key=key)
         return functools.partial(run_agent, agent=AgentProgram(agent, spec)), []
     factory = load_plugin(spec, built_in=BUILT_IN, key=key)
     tools = check_factory(factory, spec)

@@ -21,6 +21,7 @@ from jaxrl.report.record import (
     step_of,
     thin_samples,
 )
+from jaxrl.report.trajectories import trajectory_rows
 from jaxrl.tracking.first_samples import MarkedText
 from jaxrl.tracking.samples import IMAGE_NAME
 
@@ -59,7 +60,7 @@ def render(record: Record, folder: str, *, live: bool = False) -> str:
         CONFIG=config_table(record.config),
         LEARNED=first_samples(record),
     )
-    scripts = ("charts.js", "page.js", *("watch.js",) * live)
+    scripts = ("charts.js", "samples.js", "trajectories.js", "page.js", *("watch.js",) * live)
     return document(shown["title"], shown["subtitle"], main, data=shown, scripts=scripts)
 
 
@@ -76,6 +77,7 @@ def page_data(record: Record, folder: str, *, live: bool = False) -> dict[str, A
         "samples": sample_rows(record),
         "pictures": pictures(record, live=live),
         "fields": FIELDS,
+        "trajectories": trajectory_rows(record.samples),
     }
 
 

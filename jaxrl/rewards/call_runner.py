@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.calls import (
@@ -52,6 +52,13 @@ class FunctionCall:
     limit_s: float
 
 
+class TimedResult(NamedTuple):
+    """A result and the seconds of its call."""
+
+    result: RewardResult
+    seconds: float
+
+
 @dataclasses.dataclass
 class _Worker:
     """A process or thread and its unanswered calls, numbered."""
@@ -59,6 +66,7 @@ class _Worker:
     process: WorkerProcess | WorkerThread
     deadline: float  # of its start, then of its first call
     late_at: float = 0.0  # when the first call has taken half its time
+    began_at: float = 0.0  # when it began the first call
     ready: bool = False
     running: bool = False  # it has begun the first call
     calls: collections.deque[tuple[int, FunctionCall]] = dataclasses.field(
@@ -89,7 +97,7 @@ class CallRunner:
         self._cfg, self._settings, self._output, self._own = cfg, settings, output, own
         self._workers: list[_Worker] = []
         self._queue: collections.deque[FunctionCall] = collections.deque()
-        self._results: dict[CallKey, RewardResult] = {}  # not taken yet
+        self._results: dict[CallKey, TimedResult] = {}  # not taken yet
         self._n_calls = 1  # per message
         self._numbers = itertools.count()  # of calls
         self._n_started = 0
@@ -141,7 +149,7 @@ class CallRunner:
             self.close()
             raise
 
-    def take(self, keys: Sequence[CallKey]) -> dict[CallKey, RewardResult] | None:
+    def take(self, keys: Sequence[CallKey]) -> dict[CallKey, TimedResult] | None:
         """The results of calls: a score, or why there is none. None until all of them are known."""
         if any(key not in self._results for key in keys):
             return None
@@ -270,13 +278,15 @@ class CallRunner:
             ):
                 _, call = worker.calls[0]
                 results = read_results(values, len(call.items))
+                seconds = time.monotonic() - worker.began_at
                 for item, result in zip(call.items, results, strict=True):
-                    self._results[item, call.function] = result
+                    self._results[item, call.function] = TimedResult(result, seconds)
                 worker.calls.popleft()
                 worker.running = bool(worker.calls)
                 self._set_deadline(worker)
             case {"begin": int(number)} if not worker.running and number == worker.is_next:
                 worker.running, self._n_lost = True, 0
+                worker.began_at = time.monotonic()
                 self._set_deadline(worker)
             case {"signatures": [*values]} if not worker.ready:
                 self.signatures = read_signatures(values, len(self._cfg.functions))
@@ -292,8 +302,10 @@ class CallRunner:
         self._workers.remove(worker)
         if worker.running:
             _, call = worker.calls.popleft()
+            seconds = time.monotonic() - worker.began_at
             for item in call.items:
-                self._results[item, call.function] = RewardResult(0.0, {}, error, {})
+                failed = RewardResult(0.0, {}, error, {})
+                self._results[item, call.function] = TimedResult(failed, seconds)
         elif worker.calls or not worker.ready:
             self._lost(error)
         self._queue.extendleft(call for _, call in reversed(worker.calls))

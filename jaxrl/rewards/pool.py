@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.call_runner import CallKey, CallRunner, FunctionCall
+from jaxrl.rewards.call_runner import CallKey, CallRunner, FunctionCall, TimedResult
 from jaxrl.rewards.calls import FORMS, CallSignature, RewardResult, is_score
 from jaxrl.rewards.functions import check_passed, check_start, metric_names
 from jaxrl.rewards.sandbox.folder import remove_left
@@ -137,7 +137,7 @@ class RewardPool:
         keys = self._runner.submit(calls)
         while (results := self._runner.take(keys)) is None:
             self._runner.advance(wait=True)
-        return [results[item, function] for item in items]
+        return [results[item, function].result for item in items]
 
     def check_columns(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError if a function of TRL's form requires a column that no row has."""
@@ -184,8 +184,9 @@ class RewardPool:
         n_calls = 4 * self._settings[function].concurrency
         return min(n_calls, per_worker) if signature.is_async else 1
 
-    def _combine(self, results: list[RewardResult]) -> Reward:
+    def _combine(self, timed: list[TimedResult]) -> Reward:
         """The reward from the results of all functions for one rollout."""
+        results = [result for result, _ in timed]
         parts: dict[str, float] = {}
         counts: dict[str, float] = {}
         errors: list[str] = []
@@ -204,7 +205,8 @@ class RewardPool:
         if not is_score(reward):  # the scores are not, but their weighted sum is
             errors.append(f"the sum {reward:g} of the rewards is beyond the range of float32")
             reward = self._cfg.error_value
-        return Reward(float(reward), parts, "; ".join(errors), counts)
+        seconds = max((seconds for _, seconds in timed), default=0.0)
+        return Reward(float(reward), parts, "; ".join(errors), counts, seconds)
 
 
 def single_arguments(

@@ -8,6 +8,7 @@ its environment while the engine decodes the others.
 
 import collections
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,10 +49,18 @@ class ActiveEpisode:
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # offered to the model
     call_ids: Iterator[str] = dataclasses.field(default_factory=call_ids)
     calls: tuple[ToolCall | MalformedCall, ...] = ()  # of the last turn
+    added_at: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def ended(self) -> bool:
         return self.response.ended
+
+    def end_span(self, phase: str) -> None:
+        """Records that the time since the last span, or the start, was spent in a phase."""
+        spans = self.episode.spans
+        start = spans[-1][2] if spans else 0.0
+        span = (phase, start, time.monotonic() - self.added_at)
+        self.episode = dataclasses.replace(self.episode, spans=(*spans, span))
 
     def freeze(self, decode: Decode) -> Rollout:
         return self.response.freeze(decode, self.episode)
@@ -101,6 +110,7 @@ class EnvironmentRunner:
             active = self.waiting.popleft()
             prompt = active.response.prompt
             task = episode_task(prompt, active.seed)
+            active.end_span("queue")
             active.id = self.pool.start(task | {"tools": list(prompt.tools)})
             self.started[active.id] = active
 
@@ -108,6 +118,7 @@ class EnvironmentRunner:
         """Handles the results of environments; waits for the first if the engine is idle."""
         for episode_id, turn in self.pool.collect(POLL_TIMEOUT_S if idle else 0.0):
             active = self.started[episode_id]
+            active.end_span("environment")
             if turn.error:
                 del self.started[episode_id]  # the pool has ended it
                 active.response.finish = "error"
@@ -182,6 +193,7 @@ class EnvironmentRunner:
     def after_turn(self, turn: ActiveTurn[ActiveEpisode]) -> None:
         """Sends a finished turn of the model to its environment, unless it was truncated."""
         active, response = turn.owner, turn.response
+        active.end_span("engine")
         parsed = self._parse(active, turn)
         active.response.extend(response)
         text, episode = self.renderer.decode(response.tokens), active.episode

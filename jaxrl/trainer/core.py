@@ -15,7 +15,7 @@ from jaxrl.data.content import Content
 from jaxrl.data.iterator import Batches, PromptOutcome, StepItems
 from jaxrl.data.packing import Packed, sequence_lens, shared_lens
 from jaxrl.learner.coefficients import Coefficients
-from jaxrl.learner.requirements import shares_base
+from jaxrl.learner.requirements import needs_old_logp, shares_base
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner
 from jaxrl.models.decoder import Decoder
@@ -26,7 +26,9 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.tracking.logger import Logger
 from jaxrl.tracking.sample_images import write_images
+from jaxrl.trainer.phases.mini_batches import MiniBatch
 from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale, images_of, sample_records
+from jaxrl.trainer.phases.trajectories import token_values, trajectories
 from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.session import Session
 from jaxrl.types import Demonstration, ScoredRollout, TrainState
@@ -148,11 +150,26 @@ class Core:
         self.logger.metrics(clock.step, metrics | clock.take_seconds())
         self.session.progress.steps(clock.step, clock.total_steps)
 
-    def log_samples(self, step: int, scored: Sequence[ScoredRollout], *, kind: str) -> None:
-        """Logs sampled responses, with small copies of their images if the run writes JSONL."""
+    def log_samples(
+        self,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        *,
+        kind: str,
+        trained: Sequence[MiniBatch] = (),
+    ) -> None:
+        """Logs sampled responses.
+
+        If the run writes JSONL, it also writes small copies of their images, and the trajectories
+        of log.trajectories of them, with the values of `trained`.
+        """
+        found = {}
         if "jsonl" in self.cfg.log.loggers and is_main_process():
             write_images(self.cfg.run_path, images_of(scored))
-        self.logger.samples(step, sample_records(scored, kind=kind))
+            if n := self.cfg.log.trajectories:
+                values = token_values(trained, scored=needs_old_logp(self.cfg))
+                found = trajectories(scored, values, self.models.renderer, n)
+        self.logger.samples(step, sample_records(scored, kind=kind, trajectories=found))
 
     def speed_metrics(self, n_tokens: int, trained: Sequence[Packed]) -> dict[str, float]:
         """perf/tokens_per_s of the step, perf/tokens_per_s_per_device and perf/mfu_actor.

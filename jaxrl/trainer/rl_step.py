@@ -40,7 +40,7 @@ def train_step(run: Run) -> None:
         end_rollouts(run)
 
         experience = make_experience(core, collected, groups, baselines)
-        mini_batches = score(core, experience.mini_batches)
+        mini_batches = scored = score(core, experience.mini_batches)
         metrics = collected.metrics() | experience.metrics
         if core.learner.critic is not None:
             metrics |= update_critic(core, core.learner.critic, mini_batches)
@@ -56,7 +56,7 @@ def train_step(run: Run) -> None:
     core.end_step(metrics, n_tokens=collected.n_tokens, trained=trained)
     if core.clock.refresh_due:
         refresh_reference(core)
-    core.log_samples(core.clock.step, collected.sampled, kind="train")
+    core.log_samples(core.clock.step, collected.sampled, kind="train", trained=scored)
 
 
 def validate(run: Run) -> None:

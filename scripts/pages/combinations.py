@@ -26,6 +26,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("advantage", "distill"): {"algorithm.teacher": "teacher", "algorithm.kl_coef": 1.0},
     ("advantage", "gdpo"): {"reward.functions": ("math", "format")},
+    ("advantage", "gigpo"): {"env.name": "calculator"},
     ("policy_loss", "gspo"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},
     ("policy_loss", "gspo_token"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},
     ("policy_loss", "kl_cov"): {"learner.epochs": 2},

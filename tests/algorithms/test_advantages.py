@@ -10,6 +10,7 @@ from jaxrl.algorithms.advantages import (
     flash_reinforce,
     gae,
     gdpo,
+    gigpo,
     gpg,
     grpo,
     grpo_batch_std,
@@ -214,6 +215,90 @@ def test_whitened_tokens_have_mean_zero_and_variance_one():
 LENGTHS = lens([1, 2, 3, 4], [4, 3, 2, 1])
 
 
+# Two samples of two turns. Their first turns answer the same state 0, their second ones differ.
+TURNS = dict(
+    rewards=rewards([1, 0]),
+    places=(np.array([0, 0]), np.array([0, 1])),
+    turn_rewards=np.array([[0.0, 1.0], [0.0, 0.0]]),
+    turn_anchors=np.array([[0, 1], [0, 2]]),
+    token_turns=np.array([[0, 0, 1], [0, 1, 0]]),
+    mask=np.array([[1, 1, 1], [1, 1, 0]], np.float32),
+)
+
+
+def test_gigpo_adds_the_comparison_of_turns_from_the_same_state():
+    # Returns with gamma 0.5: (0.5, 1) and (0, 0). State 0: 0.5 and 0, deviations 0.25 and -0.25;
+    # states 1 and 2 have one turn each. Of the episodes: 0.5 and -0.5.
+    got = gigpo(**TURNS, gamma=0.5, turn_weight=2.0, norm_adv_by_std=False)
+    np.testing.assert_allclose(got, [[1, 1, 0.5], [-1, -0.5, 0]], rtol=1e-6)
+
+
+def test_gigpo_divides_both_terms_by_their_standard_deviation():
+    # sqrt(1/2) of the episodes, 0.5 sqrt(1/2) of state 0: 0.5^0.5 each
+    got = gigpo(**TURNS, gamma=0.5, turn_weight=1.0, eps=1e-12)
+    half = 0.5**0.5
+    np.testing.assert_allclose(got, [[2 * half, 2 * half, half], [-2 * half, -half, 0]], rtol=1e-6)
+
+
+def test_gigpo_without_a_weight_is_grpo():
+    got = gigpo(**TURNS, gamma=0.5, turn_weight=0.0)
+    np.testing.assert_array_equal(got, grpo(TURNS["rewards"])[0][:, None] * TURNS["mask"])
+
+
+def test_gigpo_equals_a_loop_over_states():
+    rng = np.random.default_rng(0)
+    n, n_turns, n_tokens = 6, 4, 9
+    anchors = rng.integers(0, 5, (n, n_turns)) + 5 * (np.arange(n) // 3)[:, None]
+    n_of = rng.integers(1, n_turns + 1, n)
+    anchors[np.arange(n_turns) >= n_of[:, None]] = -1
+    turns = np.sort(rng.integers(0, n_of[:, None], (n, n_tokens)), axis=1)
+    turn_rewards = np.where(anchors >= 0, rng.normal(size=(n, n_turns)), 0.0)
+    r = turn_rewards.sum(1).reshape(2, 3).astype(np.float32)
+    got = gigpo(
+        r,
+        (np.arange(n) // 3, np.arange(n) % 3),
+        turn_rewards,
+        anchors,
+        turns,
+        np.ones((n, n_tokens), np.float32),
+        gamma=0.9,
+        turn_weight=0.7,
+    )
+    returns = np.array(
+        [
+            [sum(0.9 ** (v - u) * row[v] for v in range(u, 4)) for u in range(4)]
+            for row in turn_rewards
+        ]
+    )
+    for i in range(n):
+        for t in range(n_tokens):
+            group = returns[anchors == anchors[i, turns[i, t]]]
+            deviation = returns[i, turns[i, t]] - group.mean()
+            std = group.std(ddof=1) if len(group) > 1 else 0.0
+            own = r[i // 3]
+            want = (own[i % 3] - own.mean()) / (own.std(ddof=1) + 1e-6)
+            np.testing.assert_allclose(
+                got[i, t], want + 0.7 * deviation / (std + 1e-6), rtol=1e-4, atol=1e-5
+            )
+
+
+def gigpo_of(r):
+    """`gigpo` of episodes of one turn each, without the comparison of turns."""
+    places = np.nonzero(np.ones(r.shape))
+    turns = np.zeros((r.size, 1), np.int64)
+    found = gigpo(
+        r,
+        places,
+        np.nan_to_num(r).reshape(-1, 1),
+        turns,
+        turns,
+        np.ones((r.size, 1), np.float32),
+        gamma=1.0,
+        turn_weight=0.0,
+    )
+    return found.reshape(r.shape)
+
+
 def gdpo_of(r):
     """`gdpo` of two rewards with different spreads, whose order is that of their sum."""
     return gdpo(r, np.stack([r, 3 * r]), np.array([1.0, 0.5]))
@@ -223,6 +308,7 @@ GROUPS = {
     "grpo_batch_std": grpo_batch_std,
     "max_rl": max_rl,
     "gdpo": gdpo_of,
+    "gigpo": gigpo_of,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,

@@ -33,9 +33,10 @@ EVERY_RESPONSE_ADVANTAGE = (
     "gdpo",
     "flash_reinforce",
 )
+EACH_TOKEN_ADVANTAGE = ("gae", "reinforce_plus_plus", "distill", "gigpo")
 # (key, names, other key, names): every other pair is accepted.
 REFUSED = [
-    ("policy_loss", RESPONSE_LOSSES, "advantage", ("gae", "reinforce_plus_plus", "distill")),
+    ("policy_loss", RESPONSE_LOSSES, "advantage", EACH_TOKEN_ADVANTAGE),
     ("kl", ("k1",), "kl_in", ("loss",)),
     ("kl", ("abs", "k2", "k3", "k3_unbiased", "full"), "kl_in", ("reward",)),
     ("kl", ("abs+", "k2+", "k3+", "full+"), "kl_in", ("reward",)),
@@ -114,11 +115,7 @@ def test_preconditions_name_keys_and_values_that_exist():
         assert set(table) <= set(NAMES[key])
         for rule in itertools.chain(*table.values()):
             assert set(rule.values) < set(NAMES[rule.key])
-    assert set(EVERY_RESPONSE_ADVANTAGE) == set(ADVANTAGES) - {
-        "gae",
-        "reinforce_plus_plus",
-        "distill",
-    }
+    assert set(EVERY_RESPONSE_ADVANTAGE) == set(ADVANTAGES) - set(EACH_TOKEN_ADVANTAGE)
     assert set(PRECONDITIONS["kl"]) == set(KLS) - {"k1+"}, "its value is k1, its gradient k2's"
 
 

@@ -48,6 +48,11 @@ def obey(data_source, solution_str, ground_truth, extra_info):
 def rollouts(rollouts): ...
 
 
+def late(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.2)
+    return 1.0
+
+
 def parts(data_source, solution_str, ground_truth, extra_info):
     return {"score": 2.0, "acc": True, "pred": "seven", "bad": float("inf")}
 
@@ -171,6 +176,11 @@ def test_the_reward_is_the_weighted_sum_with_parts_by_name(pool_of):
     [scored] = pool.score([rollout("is 1")])
     assert scored.value == 1.0 * 1 + 0.5 * 2 * 4
     assert scored.parts == {"last_number": 1.0, "length": 8.0}
+
+
+def test_a_reward_has_the_seconds_of_its_slowest_call(pool_of):
+    [scored] = pool_of(":late", "last_number").score([rollout("is 1")])
+    assert 0.2 <= scored.seconds < 30
 
 
 def test_a_dict_gives_the_score_and_further_numbers(pool_of):

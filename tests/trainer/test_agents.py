@@ -10,6 +10,8 @@ import pytest
 
 from jaxrl.config.resolve import resolve
 from jaxrl.evaluate import evaluate, read
+from jaxrl.report.page import page_data
+from jaxrl.report.record import read_record
 from jaxrl.train import train
 from tests.trainer.test_train import assert_same_weights, metrics
 
@@ -19,6 +21,7 @@ CONFIG = ROOT / "configs" / "calculator_agent_smollm2.py"
 
 @pytest.mark.thorough
 def test_a_run_with_an_agent_resumes_bitwise_and_evaluates_as_validated(agent_config, tmp_path):
+    agent_config.log.trajectories = 4
     assert train(resolve(agent_config))
     uninterrupted = agent_config.run_dir
     lines = [line for line in metrics(uninterrupted) if "optim/grad_norm" in line]
@@ -29,6 +32,15 @@ def test_a_run_with_an_agent_resumes_bitwise_and_evaluates_as_validated(agent_co
         assert line["env/texts"] == 3 or line["env/failures"] > 0
         assert 1 < line["env/branches"] <= 2 and 0 < line["env/own_fraction"] < 1
     validated = [line for line in metrics(uninterrupted) if "val/reward" in line][-1]
+
+    rows = page_data(read_record(Path(uninterrupted)), "")["trajectories"]
+    assert len(rows) == 16  # of two steps and two validations
+    for row in rows:
+        assert row["n_sequences"] == len(row["sequences"]) and row["n_turns"] == 3
+        phases = [phase for phase, _, _ in row["spans"]]
+        assert phases == ["queue", *["engine"] * 3, "agent"]
+        queue, *turns, agent = row["spans"]
+        assert queue[2] == agent[1] and turns[-1][2] <= agent[2]
 
     assert evaluate(read([f"--model={uninterrupted}"]))
     summary = json.loads(Path(uninterrupted, "evaluation", "summary.json").read_text())

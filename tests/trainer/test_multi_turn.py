@@ -20,6 +20,8 @@ from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.evaluate import evaluate, read
 from jaxrl.layout import Layout
 from jaxrl.models.files.hf_load import load_model
+from jaxrl.report.page import page_data
+from jaxrl.report.record import read_record
 from jaxrl.rollout.loop import generate
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.train import train
@@ -118,7 +120,7 @@ def test_an_episode_has_the_hand_written_tokens_and_masks(echo, renderer):
         rollout.behavior_logp, np.where(rollout.loss_mask, rollout.logp - 1, 0), rtol=1e-6
     )
     assert rollout.finish == "stop" and rollout.n_loss_tokens == 5
-    assert dataclasses.asdict(rollout.episode) == {
+    assert dataclasses.asdict(dataclasses.replace(rollout.episode, spans=())) == {
         "prompt_messages": ({"role": "user", "content": "hi"},),
         "completion_messages": (
             {"role": "assistant", "content": "ab"},
@@ -126,7 +128,7 @@ def test_an_episode_has_the_hand_written_tokens_and_masks(echo, renderer):
             {"role": "assistant", "content": "d"},
         ),
         "n_turns": 2, "step_rewards": ((3, 0.5), (3 + n + 2, 1.0)),
-        "counts": {"calls": 2.0}, "error": "",
+        "counts": {"calls": 2.0}, "error": "", "spans": (),
     }  # fmt: skip
     assert rollout.episode.reward == 1.5
     # the packed batch: the mask is 1 exactly if the target is a token of the model
@@ -142,6 +144,16 @@ def test_an_episode_has_the_hand_written_tokens_and_masks(echo, renderer):
         micro.batch.behavior_logp, micro.batch.rollout_logp - micro.batch.mask, rtol=1e-6
     )
     assert micro.batch.response_len[0, 0] == 5
+
+
+def test_an_episode_records_its_phases_without_gaps(echo, renderer):
+    ((rollout,), _) = run_script([["late<|im_end|>", "d<|im_end|>"]], echo, renderer)
+    spans = rollout.episode.spans
+    phases = ["queue", "environment", "engine", "environment", "engine", "environment"]
+    assert [phase for phase, _, _ in spans] == phases
+    assert [start for _, start, _ in spans] == [0.0, *(end for _, _, end in spans[:-1])]
+    assert spans[3][2] - spans[3][1] > 0.25  # the environment sleeps 0.3 s
+    assert all(start <= end for _, start, end in spans)
 
 
 def test_completions_are_never_tokenized_again(echo, renderer):
@@ -288,6 +300,7 @@ def test_turns_reuse_kv_pages_without_changing_results(
 
 @pytest.mark.thorough
 def test_a_run_in_an_environment_resumes_bitwise_and_evaluates_as_validated(env_config, tmp_path):
+    env_config.log.trajectories, env_config.algorithm.old_logp = 3, "recompute"
     assert train(resolve(env_config))
     uninterrupted = env_config.run_dir
     lines = [line for line in metrics(uninterrupted) if "optim/grad_norm" in line]
@@ -303,6 +316,22 @@ def test_a_run_in_an_environment_resumes_bitwise_and_evaluates_as_validated(env_
     validated = [line for line in metrics(uninterrupted) if "val/reward" in line][-1]
     assert validated["val/env/turns"] >= 1
 
+    rows = page_data(read_record(Path(uninterrupted)), "")["trajectories"]
+    # 3 of each step and of the validations before and after
+    assert [(r["step"], r["kind"]) for r in rows] == [
+        (step, kind)
+        for step, kind in ((0, "val"), (1, "train"), (2, "train"), (2, "val"))
+        for _ in "123"
+    ]
+    for row in rows:
+        ((sequence,), trains) = row["sequences"], row["kind"] == "train"
+        roles = [turn["role"] for turn in sequence["turns"]]
+        assert set(roles[::2]) == {"assistant"} and {*roles[1::2]} <= {"user"}
+        assert row["n_turns"] == 3 or row["finish"] == "length"
+        assert trains == (row["difference"] is not None) == (sequence["advantage"] is not None)
+        assert not trains or row["difference"] < 1e-4
+        assert {"queue", "engine", "environment"} == {phase for phase, _, _ in row["spans"]}
+
     assert evaluate(read([f"--model={uninterrupted}"]))
     summary = json.loads(Path(uninterrupted, "evaluation", "summary.json").read_text())
     assert summary["results"]["all"]["reward"] == pytest.approx(validated["val/reward"], abs=1e-7)
@@ -313,6 +342,24 @@ def test_a_run_in_an_environment_resumes_bitwise_and_evaluates_as_validated(env_
     env_config.total_steps = 2
     assert train(resolve(env_config))
     assert_same_weights(uninterrupted, env_config.run_dir)
+
+
+@pytest.mark.thorough
+def test_turns_of_an_episode_are_trained_with_separate_advantages(env_config):
+    """Letters replies "More." to each turn: the later turns of a group answered one state."""
+    env_config.algorithm.advantage, env_config.algorithm.gamma = "gigpo", 0.5
+    env_config.log.trajectories, env_config.total_steps = 16, 1
+    assert train(resolve(env_config))
+    rows = page_data(read_record(Path(env_config.run_dir)), "")["trajectories"]
+    rows = [row for row in rows if row["kind"] == "train"]
+    by_turn = [
+        [row["sequences"][0]["advantage"][turn["start"] : turn["end"]] for turn in own]
+        for row in rows
+        if (own := [t for t in row["sequences"][0]["turns"] if t["role"] == "assistant"])
+    ]
+    assert len(by_turn) == 16
+    assert all(len(set(turn)) == 1 for turns in by_turn for turn in turns)
+    assert any(len({turn[0] for turn in turns}) > 1 for turns in by_turn)
 
 
 @pytest.mark.thorough

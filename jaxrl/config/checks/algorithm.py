@@ -9,6 +9,7 @@ from jaxrl.config.choices import (
     QUANTIZED_DTYPES,
     RATIO_REJECTIONS,
     RESPONSE_LOSSES,
+    TURN_ADVANTAGES,
 )
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.preconditions import unmet
@@ -156,6 +157,22 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             f"algorithm.gamma={algorithm.gamma} has no effect with algorithm.advantage={name!r}, "
             "which gives a response one advantage; set algorithm.gamma=1.0, or "
             "algorithm.advantage='reinforce_plus_plus'"
+        )
+    if name in TURN_ADVANTAGES and not run.env.episodes:
+        errors.append(
+            f"algorithm.advantage={name!r} compares turns, and without an environment a response "
+            f"is one; set one of {', '.join(run.env.kinds)}, or algorithm.advantage='grpo'"
+        )
+    if algorithm.turn_weight != 1.0 and name not in TURN_ADVANTAGES and not users_own:
+        errors.append(
+            f"algorithm.turn_weight={algorithm.turn_weight} has no effect with "
+            f"algorithm.advantage={name!r}; set algorithm.turn_weight=1.0, or "
+            "algorithm.advantage='gigpo'"
+        )
+    if algorithm.branch_credit != "all" and not run.env.program:
+        errors.append(
+            f"algorithm.branch_credit={algorithm.branch_credit!r} has no effect without an agent, "
+            "whose episodes have branches; set algorithm.branch_credit='all', or env.agent"
         )
     if algorithm.lam != 1.0 and name != "gae" and not users_own:
         errors.append(

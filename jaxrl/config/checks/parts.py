@@ -66,8 +66,8 @@ def _token_errors(parts: list[Part], run: RunConfig) -> list[str]:
     if "observations" in tokens and not run.env.episodes:
         errors.append(
             f"algorithm.parts={run.algorithm.parts} trains on the tokens of an environment, but "
-            "env.name, env.agent and env.command are empty: no row has them; set one of them, or "
-            "leave 'observations' out"
+            f"{', '.join(run.env.kinds)} are empty: no row has them; set one of them, or leave "
+            "'observations' out"
         )
     return errors
 

@@ -122,8 +122,7 @@ def _env_errors(run: RunConfig) -> list[str]:
             f"env.agent={env.agent!r} is no function; set 'path/to/file.py:function' or "
             "'package.module:function'"
         )
-    kinds = {"env.name": env.name, "env.agent": env.agent, "env.command": env.command}
-    given = [f"{key}={value!r}" for key, value in kinds.items() if value]
+    given = [f"{key}={value!r}" for key, value in env.kinds.items() if value]
     if len(given) > 1:
         errors.append(
             f"{' and '.join(given)} are {len(given)} kinds of episodes; set one of them alone"
@@ -133,19 +132,20 @@ def _env_errors(run: RunConfig) -> list[str]:
     if env.episode_timeout_s and not env.program:
         errors.append(
             f"env.episode_timeout_s={env.episode_timeout_s:g} limits episodes of an agent, but "
-            "env.agent and env.command are empty; set one of them, or env.episode_timeout_s=0"
+            "env.agent, env.command and env.verifiers are empty; set one of them, or "
+            "env.episode_timeout_s=0"
         )
     is_scored = "environment" in run.reward.functions
-    if name and not is_scored:
+    if given and (env.name or env.verifiers) and not is_scored:
         errors.append(
-            f"env.name={env.name!r} returns rewards, but reward.functions={run.reward.functions} "
+            f"{given[0]} returns rewards, but reward.functions={run.reward.functions} "
             "ignores them; add 'environment' to reward.functions, with the weight 0 if it should "
             "not count"
         )
     if is_scored and not env.episodes:
         errors.append(
-            "reward.functions has 'environment', but env.name, env.agent and env.command are "
-            "empty; set one of them, or other functions"
+            f"reward.functions has 'environment', but {', '.join(env.kinds)} are empty; set one of "
+            "them, or other functions"
         )
     return errors
 
@@ -161,8 +161,7 @@ def _command_errors(command: str) -> list[str]:
 def _rendered_errors(run: RunConfig) -> list[str]:
     """Readers of messages that would render a rendered prompt again."""
     env = run.env
-    readers = {"env.name": env.name, "env.agent": env.agent, "env.command": env.command}
-    readers |= {"reward_model.path": run.reward_model.path}
+    readers = env.kinds | {"reward_model.path": run.reward_model.path}
     return [
         f"data.rendered_prompts=True leaves no messages, which {key}={value!r} renders; set it to "
         "False and use prompts of messages"

@@ -5,6 +5,7 @@ import dataclasses
 from jaxrl.config.choices import (
     ADVANTAGES,
     AGGREGATIONS,
+    BRANCH_CREDITS,
     CORRECTIONS,
     KL_PLACES,
     KLS,
@@ -21,14 +22,24 @@ class AlgorithmConfig:
     advantage: str = key("grpo", "Advantage estimator", choices=ADVANTAGES, or_path=True)
     norm_adv_by_std: bool = key(
         True,
-        "grpo, grpo_passk and gdpo: divide by the group's standard deviation (false makes grpo the "
-        "same as dr_grpo)",
+        "grpo, grpo_passk, gdpo and gigpo: divide by the group's standard deviation (false makes "
+        "grpo the same as dr_grpo)",
     )
     gamma: float = key(
         1.0,
-        "gae, reinforce_plus_plus and distill: discount factor of later token rewards",
+        "gae, reinforce_plus_plus and distill: discount factor of later token rewards; gigpo: of "
+        "the rewards of later turns",
         ge=0,
         le=1,
+    )
+    turn_weight: float = key(
+        1.0, "gigpo: weight of the comparison of turns that answered the same state", ge=0
+    )
+    branch_credit: str = key(
+        "all",
+        "Conversations of an agent's episode that are trained: all branches, or the last one, "
+        "which has the latest turn",
+        choices=BRANCH_CREDITS,
     )
     lam: float = key(
         1.0,

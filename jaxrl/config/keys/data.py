@@ -262,6 +262,12 @@ class EnvConfig:
         "per episode without a shell; {base_url}, {api_key}, {prompt}, {task}, {seed} and {folder} "
         "are replaced; '' = none",
     )
+    verifiers: str = key(
+        "",
+        "Agent for multi-turn rollouts, instead of `agent`: the id of an installed taskset of "
+        "verifiers, with its options after a '?', whose tasks data.train='verifiers:ID' has; '' = "
+        "none",
+    )
     max_turns: int = key(8, "Maximum model turns per episode", ge=1)
     workers: int = key(
         64,
@@ -297,8 +303,18 @@ class EnvConfig:
 
     @property
     def program(self) -> str:
-        """The function or the command of an agent; "" for environments and single turns."""
-        return self.agent or self.command
+        """The agent, a function, command or taskset; "" for environments and single turns."""
+        return self.agent or self.command or self.verifiers
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The keys that choose episodes, with their values."""
+        return {
+            "env.name": self.name,
+            "env.agent": self.agent,
+            "env.command": self.command,
+            "env.verifiers": self.verifiers,
+        }
 
     @property
     def episodes(self) -> str:

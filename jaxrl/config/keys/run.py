@@ -33,6 +33,12 @@ class LogConfig:
     project: str = key("jaxrl", "Project name of the trackers; the experiment of mlflow")
     samples_every: int = key(5, "Steps between completions printed on the console; 0 = never", ge=0)
     samples: int = key(2, "Completions printed each time", ge=0)
+    trajectories: int = key(
+        0,
+        "Samples per step whose tokens, turns and times samples.jsonl also has, for the report's "
+        "trajectory viewer: the lowest rewards, the largest logprob differences, the longest",
+        ge=0,
+    )
     prometheus_port: int = key(
         0, "Port that serves the newest metrics to Prometheus at /metrics; 0 = off", ge=0, le=65535
     )

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from jaxrl.data.sources.columns import read_columns
 from jaxrl.data.sources.files import find_files, named_errors, open_arrow, parse_line
 from jaxrl.data.sources.rows import SourceRow
-from jaxrl.data.sources.tasks import PREFIXES, make_questions, question_row
+from jaxrl.data.sources.tasks import PREFIXES, question_rows
 
 _LINES = 1024  # of JSONL in a block
 _HASHED = 1 << 16  # bytes at the start and the end of a file
@@ -84,7 +84,7 @@ _Found = tuple[str, int, int, Callable[[], Raw]]  # file, row in file, rows, loa
 
 def _source_blocks(source: str) -> Iterator[_Found]:
     if source.startswith(PREFIXES):
-        rows = [question_row(q) for q in make_questions(source)]
+        rows = question_rows(source)
         yield source, 0, len(rows), lambda: rows
         return
     readers = {".parquet": _row_groups, ".arrow": _record_batches, ".jsonl": _line_ranges}

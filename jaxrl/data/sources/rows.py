@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl.data.sources.columns import read_columns
 from jaxrl.data.sources.files import read_rows
-from jaxrl.data.sources.tasks import PREFIXES, make_questions, question_row
+from jaxrl.data.sources.tasks import PREFIXES, question_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ def number_rows(sources: Sequence[str], columns: Sequence[str]) -> Iterator[Sour
 
 def _rows(source: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     if source.startswith(PREFIXES):
-        for number, q in enumerate(make_questions(source), start=1):
-            yield f"{source}:{number}", question_row(q)
+        for number, row in enumerate(question_rows(source), start=1):
+            yield f"{source}:{number}", row
         return
     for place, row in read_rows(source):
         yield place, read_columns(row, columns, place)

@@ -1,4 +1,4 @@
-"""Generated questions: arithmetic with given digit counts, and reasoning-gym datasets.
+"""Generated questions: arithmetic with given digit counts, and datasets of packages.
 
 A source is "task:addition?digits=1,2&size=4096&split=train&seed=0" or
 "reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0". reasoning-gym has no splits, so use another
@@ -16,8 +16,9 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from jaxrl.config.packages import install_advice
+from jaxrl.data.sources.verifiers_tasks import task_rows
 
-PREFIXES = ("task:", "reasoning_gym:")
+PREFIXES = ("task:", "reasoning_gym:", "verifiers:")
 _MAX_ENUMERATED = 20_000  # questions; larger pools are sampled instead of shuffled
 _VAL_FRACTION = 0.1  # of all questions
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -47,6 +48,13 @@ _TASKS = {
         lambda rng, terms: tuple(rng.choice("+-") for _ in range(terms - 1)), commutes=False
     ),
 }
+
+
+def question_rows(source: str) -> list[dict[str, Any]]:
+    """The rows of a source with one of PREFIXES. Raises as make_questions() and task_rows()."""
+    if source.startswith("verifiers:"):
+        return task_rows(source)
+    return [question_row(question) for question in make_questions(source)]
 
 
 def make_questions(source: str) -> list[Question]:

@@ -13,8 +13,8 @@ def environment(
     episode = (extra_info or {}).get("episode")
     if episode is None:
         raise ValueError(
-            "the reward 'environment' needs an episode; set env.name, env.agent or env.command, or "
-            "use another reward"
+            "the reward 'environment' needs an episode; set env.name, env.agent, env.command or "
+            "env.verifiers, or use another reward"
         )
     if episode["error"]:
         raise RuntimeError(episode["error"])

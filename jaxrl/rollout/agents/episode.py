@@ -6,6 +6,7 @@ none at all, begins a branch. No text of the model is tokenized again within a b
 """
 
 import dataclasses
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.turns import Response
 from jaxrl.tool_calls.calls import calls_of
 from jaxrl.tool_calls.chat_message import as_message
-from jaxrl.types import Decode, Episode, ImageInput, Prompt, Rollout
+from jaxrl.types import Decode, Episode, ImageInput, PhaseSpan, Prompt, Rollout
 
 NO_TOKENS = PlacedTokens(np.zeros(0, np.int32))
 MAX_TOKEN_CHARS = 32  # larger requests than this per token of the context are not rendered
@@ -136,6 +137,7 @@ class AgentEpisode:
         self._n_turns = 0
         self._finish = "stop"
         self._n_seen: dict[int, int] = {}  # requests by the hash of their tokens
+        self._added_at, self._spans = time.monotonic(), list[PhaseSpan]()
 
     def place_turn(self, request: ChatRequest) -> PlacedTurn:
         """Where the turn that a request asks for belongs; `begin_turn` or `withdraw` must follow.
@@ -250,6 +252,15 @@ class AgentEpisode:
         self._n_turns += 1
         self.counts["malformed_calls"] += n_malformed
 
+    def begin(self) -> None:
+        """Called when the process of the agent starts."""
+        self.add_span("queue", self._added_at)
+
+    def add_span(self, phase: str, since: float) -> None:
+        """Records that the episode was in a phase from `since`, of time.monotonic(), until now."""
+        now = time.monotonic() - self._added_at
+        self._spans.append((phase, since - self._added_at, now))
+
     def reject(self) -> None:
         """Counts a request that was answered with an error."""
         self.counts["rejected"] += 1
@@ -268,6 +279,8 @@ class AgentEpisode:
         if not error and self._limits.needs_reward and self.reward is None:
             error = missing + "a number from it, or send one to {base_url}/reward"
         self.error, self.ended = error, True
+        if self._spans:
+            self.add_span("agent", self._added_at + self._spans[0][2])
 
     def freeze(self, decode: Decode) -> Rollout:
         """The conversation with the latest turn, and the others as its branches.
@@ -284,6 +297,7 @@ class AgentEpisode:
             step_rewards=() if self.reward is None else ((len(main.tokens), self.reward),),
             counts=self.counts | {"branches": float(len(self.branches))},
             error=self.error,
+            spans=tuple(self._spans),
         )
         if self.error:
             main.finish = "error"

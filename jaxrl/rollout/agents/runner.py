@@ -51,6 +51,7 @@ class CalledTurn:
     number: int  # the episode's, in the pool
     future: Future[Reply]
     turn: PendingTurn
+    began_at: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class AgentRunner:
@@ -97,6 +98,7 @@ class AgentRunner:
         endpoint, pool = self.agents.endpoint, self.agents.pool
         while self.waiting and pool.n_free:
             episode = self.waiting.popleft()
+            episode.begin()
             name = endpoint.open()
             address = {"base_url": endpoint.base_url(name), "api_key": name}
             number = pool.start(episode_task(episode.prompt, episode.seed) | address)
@@ -259,6 +261,7 @@ class AgentRunner:
         if not future.set_running_or_notify_cancel():
             episode.cancel_turn(called.turn)
             return self._resume(called.number)
+        episode.add_span("engine", called.began_at)
         reply, n_malformed = self.reader.reply(called.turn, response, turn.stop)
         episode.end_turn(called.turn, response, reply.message, n_malformed)
         self._resume(called.number)

@@ -157,6 +157,36 @@ class EstimatorInputs:
         return token_rewards(self._kl_rewards(), self.sample_rewards, turns, self.mask)
 
     @property
+    def turn_rewards(self) -> np.ndarray:
+        """[N, U]: `token_rewards` summed over each turn; 0 after the last."""
+        result = np.zeros((len(self.samples), self._n_turns), np.float64)
+        rows = np.arange(len(result))[:, None]
+        np.add.at(result, (rows, self.token_turns), self.token_rewards * self.mask)
+        return result
+
+    @property
+    def turn_anchors(self) -> np.ndarray:
+        """int [N, U]: number of the state that a turn answers, of each group apart; else -1."""
+        numbers: dict[tuple[int, bytes], int] = {}
+        result = np.full((len(self.samples), self._n_turns), -1)
+        for row, s in zip(result, self.samples, strict=True):
+            states = [numbers.setdefault((s.group, anchor), len(numbers)) for anchor in s.anchors]
+            row[: len(states)] = states
+        return result
+
+    @property
+    def token_turns(self) -> np.ndarray:
+        """int [N, T]: index of the turn of a token; 0 at padding."""
+        starts = [s.loss_mask & ~np.roll(s.loss_mask, 1) for s in self.samples]
+        for start, s in zip(starts, self.samples, strict=True):
+            start[:1] = s.loss_mask[:1]
+        return self._of_tokens([np.cumsum(start) - 1 for start in starts], np.int64)
+
+    @property
+    def _n_turns(self) -> int:
+        return max((len(s.anchors) for s in self.samples), default=1) or 1
+
+    @property
     def _sizes(self) -> list[int]:
         return [int(index.max()) + 1 for index in self.places]
 

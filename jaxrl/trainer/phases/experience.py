@@ -68,7 +68,12 @@ def make_experience(
         baselines = scaled_rewards(baselines, scale, cfg.reward)
     sampled = [
         with_observations(
-            to_samples(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward)),
+            to_samples(
+                r.rollout,
+                cfg.algorithm,
+                group=i,
+                turn_rewards=turn_rewards(r, scale, cfg.reward),
+            ),
             r.rollout.prompt.source,
             cfg.algorithm,
         )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.kl import KL_ESTIMATORS
 from jaxrl.algorithms.losses.aggregation import SumAndWeight, apply_mask
 from jaxrl.algorithms.losses.covariance import covariances, select_top_entropy
@@ -27,6 +28,7 @@ from jaxrl.data.packing import (
 from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
 from jaxrl.trainer.phases.parts import part_coefs, policy_weight
+from jaxrl.trainer.phases.turns import anchor_states
 from jaxrl.types import Batch, Rollout, TrainingSample
 
 Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
@@ -44,9 +46,7 @@ class MiniBatch:
     part_coefs: tuple[float, ...] = ()  # of the sums of algorithm.parts
 
 
-def to_sample(
-    rollout: Rollout, *, group: int = 0, turn_rewards: np.ndarray | None = None
-) -> TrainingSample:
+def to_sample(rollout: Rollout, *, group: int = 0) -> TrainingSample:
     """The training sample of a rollout, without advantages and values."""
     prompt = rollout.prompt
     return TrainingSample(
@@ -55,7 +55,6 @@ def to_sample(
         loss_mask=rollout.loss_mask,
         rollout_logp=rollout.logp,
         behavior_logp=rollout.behavior_logp,
-        turn_rewards=turn_rewards,
         support=rollout.support,
         experts=rollout.experts,
         images=rollout.images,
@@ -68,13 +67,24 @@ def to_sample(
 
 
 def to_samples(
-    rollout: Rollout, *, group: int = 0, turn_rewards: np.ndarray | None = None
+    rollout: Rollout,
+    cfg: AlgorithmConfig,
+    *,
+    group: int = 0,
+    turn_rewards: np.ndarray | None = None,
 ) -> list[TrainingSample]:
-    """One training sample per sequence of a rollout; `turn_rewards` belong to the first."""
-    n_loss_tokens = sum(r.n_loss_tokens for r in rollout.sequences)
-    first = to_sample(rollout, group=group, turn_rewards=turn_rewards)
-    samples = [first, *(to_sample(branch, group=group) for branch in rollout.branches)]
-    if not rollout.branches:
+    """One training sample per sequence of a rollout; `turn_rewards` belong to the first.
+
+    With algorithm.branch_credit="last" the first is the only one.
+    """
+    sequences = rollout.sequences if cfg.branch_credit == "all" else (rollout,)
+    n_loss_tokens = sum(r.n_loss_tokens for r in sequences)
+    samples = [to_sample(sequence, group=group) for sequence in sequences]
+    samples[0] = dataclasses.replace(samples[0], turn_rewards=turn_rewards)
+    if "turn_anchors" in lookup(ADVANTAGES, cfg.advantage, "algorithm.advantage").inputs:
+        anchors = [tuple(anchor_states(sequence)) for sequence in sequences]
+        samples = [dataclasses.replace(s, anchors=a) for s, a in zip(samples, anchors, strict=True)]
+    if len(samples) == 1:
         return samples
     return [
         dataclasses.replace(s, branch=i, episode_loss_tokens=n_loss_tokens)

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -359,9 +359,20 @@ def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
     }
 
 
-def sample_records(rollouts: Sequence[ScoredRollout], *, kind: str) -> list[dict[str, Any]]:
-    """JSON-serializable records for samples.jsonl and the report, one per rollout."""
-    return [_sample_record(r, kind) for r in rollouts]
+def sample_records(
+    rollouts: Sequence[ScoredRollout],
+    *,
+    kind: str,
+    trajectories: Mapping[int, dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """JSON-serializable records for samples.jsonl and the report, one per rollout.
+
+    `trajectories` of some of them, by index, are their field "trajectory".
+    """
+    records = [_sample_record(r, kind) for r in rollouts]
+    for i, trajectory in (trajectories or {}).items():
+        records[i]["trajectory"] = trajectory
+    return records
 
 
 def images_of(scored: Sequence[ScoredRollout]) -> list[ImageInput]:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.config.keys import DataConfig, EnvConfig, SamplingConfig
+from jaxrl.config.keys import AlgorithmConfig, DataConfig, EnvConfig, SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.images.mrope import mrope_positions
 from jaxrl.data.images.reader import ImageReader
@@ -187,7 +187,7 @@ def test_a_turn_continues_the_sampled_tokens_with_all_images(
     assert requests[1].tokens[n : n + len(sampled)].tolist() == sampled
     # 24 x 16 pixels of the prompt, then 32 x 16: patches of 4 x 4, of which 2 x 2 are a token
     assert [len(image.rows) for image in requests[1].images] == [6, 8]
-    for sample in to_samples(rollout):
+    for sample in to_samples(rollout, AlgorithmConfig()):
         sequence = np.concatenate([sample.prompt_tokens, sample.tokens])
         grids = [placed.image.grid for placed in sample.images]
         expected, _ = mrope_positions(sequence, grids, image_token=token, merge=2)
