@@ -227,6 +227,7 @@ class TrainingSample:
     # int32 [response_len], the part of the objective that trains a token outside the loss mask:
     # 1 + its index in algorithm.parts; 0 = none
     parts: np.ndarray | None = None
+    teacher_prompt: np.ndarray | None = None  # int32, what a self-distillation teacher reads first
     truncated: bool = False  # cut off at the token limit
     group: int = 0  # index of the prompt in the step; the samples of a group are adjacent
     prompt_id: int = 0  # for error messages

@@ -85,6 +85,8 @@ PART_TOKENS = ("observations", "demonstrations")  # of algorithm.parts
 PART_AGGREGATIONS = tuple(
     name for name in AGGREGATIONS if name != "token_sum"
 )  # with a denominator
+TEACHER_CONTEXTS = ("demonstration", "solution")  # of self_distillation.context
+SELF_TEACHERS = ("reference", "policy")
 KLS = ("k1", "abs", "k2", "k3", "k3_unbiased", "full", "k1+", "abs+", "k2+", "k3+", "full+")
 FULL_KLS = ("full", "full+")  # over the whole vocabulary
 KL_PLACES = ("loss", "reward")

@@ -21,6 +21,7 @@ HEADINGS = {
     "rollout.sampling": "rollout.sampling: sampling of training responses",
     "schedule": "schedule: how generation and training alternate",
     "algorithm": "algorithm",
+    "self_distillation": "self_distillation: a teacher that is a model of the run",
     "learner": "learner: the update",
     "critic": "critic: for algorithm.advantage = gae",
     "critic.mesh": "critic.mesh: mesh of the critic, if it differs",

@@ -30,6 +30,7 @@ from jaxrl.config.checks.rewards import (
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
 from jaxrl.config.checks.run import folder_errors, model_errors, run_errors
 from jaxrl.config.checks.schedule import schedule_errors, schedule_warnings
+from jaxrl.config.checks.self_distillation import self_distillation_errors
 from jaxrl.config.keys import (
     AlgorithmConfig,
     CriticConfig,
@@ -142,6 +143,7 @@ def validate(run: RunConfig) -> list[str]:
         *schedule_errors(run),
         *algorithm_errors(run),
         *part_errors(run),
+        *self_distillation_errors(run),
         *training_sampling_errors(run),
         *model_errors(run),
         *reward_errors(run),

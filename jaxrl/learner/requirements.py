@@ -31,9 +31,20 @@ def needs_old_logp(cfg: RunConfig) -> bool:
     return ratio_source(cfg) == "recompute"
 
 
+def policy_is_teacher(cfg: RunConfig) -> bool:
+    """Whether the KL is to the policy itself, which reads more than its prompt."""
+    settings = cfg.self_distillation
+    return bool(settings.context) and settings.teacher == "policy"
+
+
+def needs_policy_logp(cfg: RunConfig) -> bool:
+    """Whether the policy is scored before the updates of a step: as the old one, or the teacher."""
+    return needs_old_logp(cfg) or policy_is_teacher(cfg)
+
+
 def needs_ref(cfg: RunConfig) -> bool:
     """Whether a reference model is kept."""
-    return cfg.algorithm.kl_coef != 0.0
+    return cfg.algorithm.kl_coef != 0.0 and not policy_is_teacher(cfg)
 
 
 def shares_base(cfg: RunConfig) -> bool:

@@ -32,7 +32,7 @@ from jaxrl.learner.programs import (
     training_programs,
 )
 from jaxrl.learner.requirements import (
-    needs_old_logp,
+    needs_policy_logp,
     needs_ref_logp,
     shares_base,
 )
@@ -211,7 +211,7 @@ def _models(
         learner,
         learner.abstract,
         ref_params,
-        scores_policy=needs_old_logp(cfg) if workload is None else workload.scores_policy,
+        scores_policy=needs_policy_logp(cfg) if workload is None else workload.scores_policy,
         scores_reference=needs_ref_logp(cfg) if workload is None else workload.has_reference,
     )
     if cfg.reward_model.path:

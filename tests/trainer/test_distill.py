@@ -81,3 +81,51 @@ def test_incompatible_teachers_are_rejected(distill_config, tiny_model, tmp_path
     (tmp_path / "wide" / "tokenizer.json").write_text(other)
     with pytest.raises(ValueError, match=r"algorithm\.teacher=.*tokenizer differs from the policy"):
         train(resolve(distill_config))
+
+
+@pytest.fixture
+def self_config(tiny_config):
+    """Three steps in which an average of the policy reads a response with half of the reward."""
+    tiny_config.total_steps, tiny_config.data.val = 3, ()
+    tiny_config.learner.token_budget = 512
+    tiny_config.algorithm.advantage, tiny_config.algorithm.kl_in = "distill", "reward"
+    tiny_config.algorithm.kl_coef, tiny_config.algorithm.gamma = 1.0, 0.0
+    tiny_config.algorithm.ref_refresh_every, tiny_config.algorithm.ref_refresh_rate = 1, 0.05
+    tiny_config.self_distillation.context = ("solution", "demonstration")
+    tiny_config.self_distillation.success_reward = 0.4
+    tiny_config.self_distillation.max_prompt_len = 240  # bytes, of a context of 256
+    tiny_config.self_distillation.template = "{prompt} {context}"
+    tiny_config.self_distillation.solution_template = "For example {solution}"
+    tiny_config.self_distillation.demonstration_template = "Right: {demonstration}"
+    return tiny_config
+
+
+@pytest.mark.thorough
+def test_a_moving_teacher_that_reads_solutions_resumes_bitwise(self_config, tmp_path):
+    assert train(resolve(self_config))
+    uninterrupted = lines_of(self_config)
+    for line in uninterrupted:
+        assert line["self_distillation/context_fraction"] == 1.0
+        assert line["reward/kl"] != 0
+        assert line["optim/grad_norm"] > 0
+    self_config.run_dir, self_config.total_steps = str(tmp_path / "resumed"), 2
+    assert train(resolve(self_config))
+    self_config.total_steps = 3
+    assert train(resolve(self_config))
+    assert lines_of(self_config)[-1]["reward/kl"] == uninterrupted[-1]["reward/kl"]
+
+
+@pytest.mark.thorough
+def test_the_policy_teaches_itself_the_same_in_every_packing(self_config, tmp_path):
+    self_config.algorithm.ref_refresh_every, self_config.algorithm.ref_refresh_rate = 0, 1.0
+    self_config.self_distillation.teacher, self_config.total_steps = "policy", 1
+    found = []
+    for budget, shared in ((512, "auto"), (1024, "off")):
+        self_config.run_dir = str(tmp_path / str(budget))
+        self_config.learner.token_budget = budget
+        self_config.learner.shared_prefixes = shared
+        assert train(resolve(self_config))
+        [line] = lines_of(self_config)
+        found.append([line["reward/kl"], line["optim/grad_norm"]])
+    assert abs(found[0][0]) > 1e-4  # -1.6e-4: the logprobs of a random model hardly differ
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-6)

@@ -244,10 +244,10 @@ def _critic_errors(run: RunConfig) -> list[str]:
 def _teacher_errors(run: RunConfig) -> list[str]:
     errors, algorithm = [], run.algorithm
     distills = algorithm.advantage == "distill"
-    if distills and not algorithm.teacher:
+    if distills and not (algorithm.teacher or run.self_distillation.context):
         errors.append(
             "algorithm.advantage='distill' learns from a teacher alone, but algorithm.teacher is "
-            "''; set a model folder, or another algorithm.advantage"
+            "''; set a model folder, self_distillation.context, or another algorithm.advantage"
         )
     if (distills or algorithm.teacher) and algorithm.kl_coef == 0:
         errors.append(

@@ -18,6 +18,7 @@ from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.keys.run import CheckpointConfig, LogConfig, ProfileConfig, RunConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
+from jaxrl.config.keys.self_distillation import SelfDistillationConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -43,4 +44,5 @@ __all__ = [
     "SamplingConfig",
     "ScheduleConfig",
     "ScoringConfig",
+    "SelfDistillationConfig",
 ]

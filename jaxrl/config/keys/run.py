@@ -11,6 +11,7 @@ from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceCon
 from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
+from jaxrl.config.keys.self_distillation import SelfDistillationConfig
 from jaxrl.config.schema import key
 
 
@@ -87,6 +88,9 @@ class RunConfig:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    self_distillation: SelfDistillationConfig = dataclasses.field(
+        default_factory=SelfDistillationConfig
+    )
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
@@ -124,6 +128,12 @@ class RunConfig:
     def shares_prefixes(self) -> bool:
         """Whether the common tokens of sequences are computed once (learner.shared_prefixes)."""
         return self.learner.shared_prefixes != "off" and self.model.attention not in ONE_RANGE
+
+    @property
+    def max_teacher_prompt_len(self) -> int:
+        """Tokens that the prompt of a self-distillation teacher may have: a row has a response."""
+        room = max(self.learner.row_lens) - self.data.max_response_len
+        return self.self_distillation.max_prompt_len or room
 
     @property
     def has_critic(self) -> bool:

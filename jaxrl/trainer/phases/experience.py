@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxrl.data.packing import gather, pack_samples
 from jaxrl.learner.critic import ValueScorer
-from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
+from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp, policy_is_teacher
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.mini_batches import (
     MiniBatch,
@@ -30,6 +30,7 @@ from jaxrl.trainer.phases.rewards import (
     turn_rewards,
 )
 from jaxrl.trainer.phases.sampling import Collected
+from jaxrl.trainer.phases.self_distillation import with_teacher_prompts
 from jaxrl.types import Batch, ScoredRollout, TrainingSample
 from sharding import hosts, to_device
 
@@ -85,6 +86,9 @@ def make_experience(
     rewards = np.repeat(scaled_rewards(raw_rewards, scale, cfg.reward), n_samples)
     if baselines is not None:
         baselines = np.repeat(baselines, n_samples)
+    if cfg.self_distillation.context:
+        samples, context = with_teacher_prompts(samples, groups, cfg, core.models.renderer)
+        metrics |= context
     given = core.demonstrations.of_step(core.clock.step) if core.demonstrations else []
     demonstrations = given_samples(given, cfg.algorithm)
     if core.learner.value_scorer is not None:
@@ -121,10 +125,12 @@ def score(core: Core, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
 
 
 def reference_score(core: Core, *, kl_in: str) -> Score | None:
-    """Scores batches by the reference model if a KL at this place needs it, else None."""
-    if needs_ref_logp(core.cfg) and core.cfg.algorithm.kl_in == kl_in:
-        return functools.partial(reference_logps, core)
-    return None
+    """Scores batches by the model of the KL at this place; None if there is none."""
+    if core.cfg.algorithm.kl_in != kl_in:
+        return None
+    if policy_is_teacher(core.cfg):
+        return functools.partial(policy_logps, core)
+    return functools.partial(reference_logps, core) if needs_ref_logp(core.cfg) else None
 
 
 def warn_no_update(step: int, rollouts: Sequence[ScoredRollout]) -> None:

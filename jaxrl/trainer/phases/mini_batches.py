@@ -28,6 +28,7 @@ from jaxrl.data.packing import (
 from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
 from jaxrl.trainer.phases.parts import part_coefs, policy_weight
+from jaxrl.trainer.phases.self_distillation import read_by_teacher
 from jaxrl.trainer.phases.turns import anchor_states
 from jaxrl.types import Batch, Rollout, TrainingSample
 
@@ -124,11 +125,14 @@ def make_mini_batches(
     metrics: dict[str, float] = {}
     penalties = None
     if kl_reference is not None:
+        read = read_by_teacher(samples) if cfg.self_distillation.context else samples
         kl, metrics = clamped_kl(
-            reference_kl(samples, cfg, n_ranks, kl_reference), samples, cfg.algorithm.kl_clamp
+            reference_kl(read, cfg, n_ranks, kl_reference), read, cfg.algorithm.kl_clamp
         )
         coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
         penalties = [coef * k for k in kl]
+        if cfg.self_distillation.context:
+            penalties = spread(penalties, samples)
     samples = add_advantages(
         samples, rewards, cfg.algorithm, penalties=penalties, baselines=baselines, parts=parts
     )
@@ -157,7 +161,7 @@ def split_mini_batches(
     mini_batches, size = [], cfg.mini_batch_prompts
     n_given = len(demonstrations) // cfg.mini_batches_per_step
     for index, members in itertools.groupby(samples, key=lambda s: s.group // size):
-        mini = drop_overlong(list(members), cfg)
+        mini = drop_untaught(drop_overlong(list(members), cfg), cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, index]))
         active, idle = split_idle(mini, cfg)
         given = demonstrations[index * n_given : (index + 1) * n_given]
@@ -224,11 +228,19 @@ def reference_kl(
     return [np.where(s.loss_mask, kl, 0.0) for s, kl in zip(samples, found, strict=True)]
 
 
+def spread(of_read: Sequence[np.ndarray], samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+    """Values of the samples that a teacher has read, as those of all; 0 where it has read none."""
+    found = iter(of_read)
+    return [np.zeros(len(s.tokens)) if s.teacher_prompt is None else next(found) for s in samples]
+
+
 def clamped_kl(
     kl: Sequence[np.ndarray], samples: Sequence[TrainingSample], bound: float
 ) -> tuple[list[np.ndarray], dict[str, float]]:
     """(KL of every response token within ± `bound`, metrics over the loss tokens); 0 = no bound."""
-    n_tokens = max(sum(s.n_loss_tokens for s in samples), 1)
+    n_tokens = sum(s.n_loss_tokens for s in samples)
+    if not n_tokens:
+        return list(kl), {}
     clamped = [np.clip(k, -bound, bound) for k in kl] if bound else list(kl)
     changed = sum(int((a != b).sum()) for a, b in zip(kl, clamped, strict=True))
     return clamped, {
@@ -252,6 +264,13 @@ def drop_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[Tra
     if not cfg.algorithm.overlong_filtering:
         return list(samples)
     return [s for s in samples if not s.truncated]
+
+
+def drop_untaught(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
+    """Removes responses without a teacher from a loss that has nothing else, as SDPO does."""
+    if not cfg.self_distillation.context or cfg.algorithm.advantage != "distill":
+        return list(samples)
+    return [s for s in samples if s.teacher_prompt is not None]
 
 
 def select_tokens(

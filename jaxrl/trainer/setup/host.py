@@ -29,6 +29,7 @@ from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.rollout.agents.endpoint import AgentEndpoint
 from jaxrl.rollout.agents.runner import Agents
 from jaxrl.runtime.multihost import check_same_data, check_same_order
+from jaxrl.trainer.phases.self_distillation import demonstration
 from jaxrl.trainer.setup.models import Models, open_models
 from jaxrl.trainer.setup.session import Session
 from jaxrl.trainer.setup.truths import report_truths, with_checked_truths
@@ -71,6 +72,7 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
         iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
         demonstrations = open_demonstrations(cfg, models)
         check_part_sources(cfg, iterator.items, demonstrations)
+        check_teacher_texts(cfg, iterator.items, models.decoder)
         rewards = open_rewards(session, models, iterator.items, val, own)
         environments = open_environments(cfg, session.stack, models.images)
     host = HostSide(session, models, val, iterator, rewards, environments, demonstrations)
@@ -207,6 +209,27 @@ def check_part_sources(
                 f"config.algorithm.parts={cfg.algorithm.parts} names; add "
                 f"'demonstrations?source={source}', or an entry without a source"
             )
+
+
+def check_teacher_texts(cfg: RunConfig, prompts: Sequence[Prompt], decoder: DecoderConfig) -> None:
+    """Raises ValueError for self-distillation without texts, or beyond the model's context."""
+    settings = cfg.self_distillation
+    if not settings.context:
+        return
+    longest = cfg.max_teacher_prompt_len + cfg.data.max_response_len
+    if longest > decoder.context_len:
+        raise ValueError(
+            f"the teacher's prompt and a response may take {longest} tokens, the model supports "
+            f"{decoder.context_len}; set config.self_distillation.max_prompt_len to at most "
+            f"{decoder.context_len - cfg.data.max_response_len}"
+        )
+    column = settings.demonstration
+    if "demonstration" in settings.context and not any(demonstration(p, column) for p in prompts):
+        columns = sorted({name for p in prompts for name in p.extra})
+        raise ValueError(
+            f"config.self_distillation.demonstration={column!r} is a column that no row has as "
+            f"text; set 'answer' or one of {', '.join(columns) or 'the columns of the data'}"
+        )
 
 
 def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:

@@ -10,7 +10,7 @@ from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout
 from jaxrl.learner.programs import TrainingModels, training_models, training_programs
-from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
+from jaxrl.learner.requirements import full_kl_in_loss, needs_policy_logp, needs_ref_logp
 from jaxrl.learner.roles import Learner
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
@@ -43,7 +43,7 @@ def lowered_before_loading(
         if done:
             return
         models = TrainingModels(cfg, learner.abstract, learner.update)
-        if needs_old_logp(cfg) and "vocab" in learner.abstract.params.cfg.heads:
+        if needs_policy_logp(cfg) and "vocab" in learner.abstract.params.cfg.heads:
             models.scorer = learner.scorer
         for row in training_programs(models):
             if row.name != "the update" or not full_kl_in_loss(cfg):  # it reads the reference, too
@@ -95,7 +95,7 @@ def rl_models(run: Run) -> TrainingModels:
         core.learner,
         core.state,
         core.ref_params,
-        scores_policy=needs_old_logp(cfg),
+        scores_policy=needs_policy_logp(cfg),
         scores_reference=needs_ref_logp(cfg),
     )
     if model is not None:
