@@ -122,9 +122,7 @@ class Trainer:
         weights and moments stay as they are.
         """
         if adapter.gradient is None:
-            raise ValueError(
-                "there is no gradient: call forward_backward before each optim_step"
-            )
+            raise ValueError("there is no gradient: call forward_backward before each optim_step")
         gradient, adapter.gradient = adapter.gradient, None
         weights, moments, norm = _adam_step(
             adapter.weights, adapter.moments, gradient, dataclasses.astuple(params)
