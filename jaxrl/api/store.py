@@ -52,7 +52,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._db = sqlite3.connect(
-            folder / FILE, check_same_thread=False, isolation_level=None, timeout=1.0
+            folder / FILE, check_same_thread=False, isolation_level=None, timeout=0.1
         )
         self._db.row_factory = sqlite3.Row
         try:
