@@ -41,7 +41,7 @@ from jaxrl.models.lora import without_adapters
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
-from jaxrl.serve.model import open_model
+from jaxrl.serve.model import Model, open_model
 from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
 
 WRITERS = 2  # threads that detokenize responses
@@ -75,20 +75,29 @@ def serve(options: argparse.Namespace, run: RunConfig) -> int:
 
 def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
     """Opens the run folder, loads the model, and creates the service for it."""
-    folder = Path(options.run_dir).expanduser()
-    store, metrics = Store(folder), ServerMetrics()
+    store = Store(Path(options.run_dir).expanduser())
+    return make_service(options, run, store, load_model(options, run))
+
+
+def load_model(options: argparse.Namespace, run: RunConfig) -> Model:
+    """The model with room for the adapters that the engine samples from."""
     room = functools.partial(slot_adapters, n=options.slots, rank=options.max_rank)
-    model = open_model(run, max_len=options.max_len, room=room)
+    return open_model(run, max_len=options.max_len, room=room)
+
+
+def make_service(
+    options: argparse.Namespace, run: RunConfig, store: Store, model: Model
+) -> Service:
+    metrics, layout = ServerMetrics(), model.layout
     engine = ServingThread(
         model.engine, model.params, model.mesh, metrics, max_tasks=2 * options.max_waiting
     )
-    layout = model.layout
     trainer = Trainer(run, without_adapters(model.params), layout.rules, layout.dtype)
     models = Models(
         store,
         engine,
         AdapterFiles(trainer, options.name, model.folder),
-        folder / "checkpoints",
+        store.folder / "checkpoints",
         options.max_rank,
         options.max_models,
         options.lost_after_s,

@@ -50,6 +50,7 @@ class Store:
     def __init__(self, folder: Path):
         """Raises ValueError if another server has the folder open."""
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self._lock = threading.Lock()
         self._db = sqlite3.connect(
             folder / FILE, check_same_thread=False, isolation_level=None, timeout=0.1
