@@ -103,19 +103,18 @@ class AdapterFiles:
         blank = self.trainer.create(lora, seed=0)
         weights = self._read(folder / WEIGHTS, blank)
         if not optimizer:
-            return TrainedAdapter(lora, weights, start_moments(weights))
+            return dataclasses.replace(blank, weights=weights, moments=start_moments(weights))
         n_steps = read_object(folder / STATE, "choose another checkpoint")["n_steps"]
         moments = blank.moments._replace(
             count=jnp.asarray(np.int32(n_steps)),
             mu=self._read(folder / FIRST, blank),
             nu=self._read(folder / SECOND, blank),
         )
-        return TrainedAdapter(lora, weights, moments)
+        return dataclasses.replace(blank, weights=weights, moments=moments)
 
     def _save(self, folder: Path, adapter: TrainedAdapter, arrays: Tree) -> None:
-        model = self.trainer.model(adapter.lora, arrays)
-        save_adapter(folder, model, base=self.base, source=self.source)
+        save_adapter(folder, adapter.model(arrays), base=self.base, source=self.source)
 
     def _read(self, folder: Path, blank: TrainedAdapter) -> Tree:
-        model = self.trainer.model(blank.lora, blank.weights)
+        model = blank.model(blank.weights)
         return split(read_adapter(folder, model, self.trainer.rules, jnp.float32))[0]

@@ -38,16 +38,20 @@ class AdamParams:
 
 @dataclasses.dataclass
 class TrainedAdapter:
-    """An adapter in training. All arrays are float32 on the devices."""
+    """An adapter in training. Its arrays are float32 on the devices."""
 
-    lora: LoRA
-    weights: Tree  # as `split` gives them
+    weights: Tree  # as `split` gives them, with the arrays of the base:
+    frozen: Tree
     moments: Any  # optax.ScaleByAdamState, whose count is that of the steps
     gradient: Tree | None = None  # of the summed loss since the last step; None: no call since then
 
     @property
     def n_steps(self) -> int:
         return int(self.moments.count)
+
+    def model(self, arrays: Tree) -> Decoder:
+        """The model with these arrays in place of the weights, for example moments."""
+        return combine(arrays, self.frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +70,8 @@ class Trainer:
     def create(self, lora: LoRA, seed: int) -> TrainedAdapter:
         """A new adapter, which does not change the base model."""
         model = add_adapters(self.base, lora, seed=seed, rules=self.rules, dtype=jnp.float32)
-        weights = split(model)[0]
-        return TrainedAdapter(lora, weights, start_moments(weights))
-
-    def model(self, lora: LoRA, weights: Tree) -> Decoder:
-        """The model with these trained arrays, for example to write them to files."""
-        specs = jax.eval_shape(
-            functools.partial(add_adapters, lora=lora, seed=0, rules=self.rules, dtype="float32"),
-            self.base,
-        )
-        leaves = dict(jax.tree_util.tree_leaves_with_path(self.base))
-        leaves |= dict(jax.tree_util.tree_leaves_with_path(weights))
-        return jax.tree.map_with_path(lambda path, _: leaves[path], specs)
+        weights, frozen = split(model)
+        return TrainedAdapter(weights, frozen, start_moments(weights))
 
     def forward_backward(
         self,
@@ -94,7 +88,6 @@ class Trainer:
         Adds the gradient of the sum to the adapter's, except with `forward_only`. Micro-batches
         have the shapes of config.learner.
         """
-        frozen = split(self.model(adapter.lora, adapter.weights))[1]
         logps, losses, gradient = [], [], None if forward_only else adapter.gradient
         packed = pack_samples(samples, self.cfg, self.rules.n_shards("batch"))
         if gradient is None and not forward_only:
@@ -102,7 +95,7 @@ class Trainer:
         options_of = dict(loss=loss, options=options, cfg=self.cfg, rules=self.rules)
         for micro in packed:
             batch = put_batch(with_targets(micro, targets), self.rules)
-            arguments = adapter.weights, frozen, batch
+            arguments = adapter.weights, adapter.frozen, batch
             if gradient is None:
                 total, logp = _losses(*arguments, **options_of, dtype=self.dtype)
             else:
