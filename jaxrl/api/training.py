@@ -118,7 +118,7 @@ class Trainer:
             raise ValueError("there is no gradient: call forward_backward before each optim_step")
         gradient, adapter.gradient = adapter.gradient, None
         weights, moments, norm = _adam_step(
-            adapter.weights, adapter.moments, gradient, dataclasses.astuple(params)
+            adapter.weights, adapter.moments, gradient, dataclasses.asdict(params)
         )
         if not math.isfinite(norm := float(norm)):
             raise ValueError(
@@ -181,13 +181,11 @@ def _adam_step(weights, moments, gradient, params):
 
     https://arxiv.org/abs/1711.05101, with the clipping of https://arxiv.org/abs/1211.5063.
     """
-    params = AdamParams(*params)
-    norm = optax.tree.norm(gradient)
-    clipped = jnp.minimum(1.0, params.grad_clip_norm / norm)
-    factor = jnp.where(params.grad_clip_norm > 0, clipped, 1.0)
+    norm, limit = optax.tree.norm(gradient), params["grad_clip_norm"]
+    factor = jnp.where(limit > 0, jnp.minimum(1.0, limit / norm), 1.0)
     gradient = jax.tree.map(lambda g: g * factor, gradient)
-    adam = optax.scale_by_adam(b1=params.beta1, b2=params.beta2, eps=params.eps)
+    adam = optax.scale_by_adam(b1=params["beta1"], b2=params["beta2"], eps=params["eps"])
     direction, moments = adam.update(gradient, moments)
-    rate, decay = params.learning_rate, params.weight_decay
+    rate, decay = params["learning_rate"], params["weight_decay"]
     stepped = jax.tree.map(lambda w, d: w - rate * (d + decay * w), weights, direction)
     return stepped, moments, norm
