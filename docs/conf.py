@@ -81,6 +81,7 @@ PACKAGES = {  # page -> what it is; the pages of the Python API in reading order
     "jaxrl.planner": "memory and time of a run on absent devices",
     "jaxrl.report": "the HTML report of a run",
     "jaxrl.serve": "the OpenAI-compatible server",
+    "jaxrl.api": "the training API",
     "sharding": "mesh, logical axes and sharding rules",
 }
 

@@ -41,6 +41,7 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
         "jaxrl.plan",
         "jaxrl.serve",
     },
+    {"jaxrl.api"},
     {"jaxrl.cli", "jaxrl.doctor", "jaxrl.notebook"},
 ]
 LAYER = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}

@@ -28,6 +28,9 @@ COMMANDS = {
     "serve": EntryPoint(
         "jaxrl.serve", "OpenAI-compatible server for one model", "jaxrl.serve.options:arguments"
     ),
+    "api": EntryPoint(
+        "jaxrl.api", "training API of the package tinker", "jaxrl.api.options:arguments"
+    ),
     "plan": EntryPoint(
         "jaxrl.plan",
         "memory and time of a run on devices that need not be attached",

@@ -7,7 +7,6 @@ Options and endpoints: docs/how_to/serving.md and --help.
 import argparse
 import functools
 import gc
-import ipaddress
 import logging
 import socket
 import sys
@@ -34,6 +33,7 @@ from jaxrl.ending import default_on_signals
 from jaxrl.engine.device.batches import MAX_STOP_IDS
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
+from jaxrl.http.listener import listener, require_loopback, url
 from jaxrl.serve.app import ServerState
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
 from jaxrl.serve.compilation import BackgroundCompiler
@@ -71,35 +71,14 @@ def serve(options: argparse.Namespace, run: RunConfig) -> int:
     return 0
 
 
-def listener(host: str, port: int) -> socket.socket:
-    """A socket, bound before the model is loaded; it refuses clients until the server listens."""
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError as error:
-        listening.close()
-        raise OSError(
-            f"cannot listen on {host}, port {port} ({error.strerror or error}); set another --port "
-            "or --host"
-        ) from error
-    return listening
-
-
 def require_key(options: argparse.Namespace, listening: socket.socket) -> None:
     """Raises ValueError if other machines can reach the server without an API key."""
-    address = listening.getsockname()[0]
-    if options.api_key or options.no_api_key or ipaddress.ip_address(address).is_loopback:
-        return
-    raise ValueError(
-        f"other machines can reach {address}; set an API key with {KEY_VARIABLE} or --api-key, or "
-        "allow every client with --no-api-key"
-    )
-
-
-def url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if not options.api_key and not options.no_api_key:
+        require_loopback(
+            listening,
+            f"set an API key with {KEY_VARIABLE} or --api-key, or allow every client with "
+            "--no-api-key",
+        )
 
 
 def open_service(options: argparse.Namespace, run: RunConfig) -> ServerState:

@@ -127,6 +127,27 @@ class ServingThread:
         self._commands.put(command)
         return future
 
+    def run[T](self, work: Callable[[Tree], tuple[Tree, T]]) -> Future[T]:
+        """Runs `work` on the weights between two dispatches; the result is the second part.
+
+        The first part are the weights from then on. Those of the running tasks must stay the same.
+        Raises RequestError (503) if the thread has ended.
+        """
+        if not self.alive:
+            raise RequestError(503, "the server is shutting down")
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    self._params, result = work(self._params)
+                    future.set_result(result)
+                except Exception as error:  # of the request, or of the device
+                    future.set_exception(error)
+
+        self._commands.put(command)
+        return future
+
     @property
     def updating(self) -> bool:
         """Whether new weights are waiting for running tasks to end."""

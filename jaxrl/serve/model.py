@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -15,14 +15,14 @@ from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout, rollout_layout
 from jaxrl.learner.image_encoder import ImageEncoder
-from jaxrl.models.config import DecoderConfig, for_platform
+from jaxrl.models.config import DecoderConfig, LoRA, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import check_base_copies, load_with_adapters, warn_of_other_base
 from jaxrl.models.files.adapter_stack import stack_adapters
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
-from jaxrl.models.lora import with_adapters
+from jaxrl.models.lora import add_adapters, with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.models.vision.towers import known_tower
 from jaxrl.rollout.paged_engine import paged_engine
@@ -43,6 +43,8 @@ class Model:
     params: Tree
     mesh: Mesh
     max_model_len: int  # tokens of prompt and response together
+    layout: Layout
+    folder: Path  # of the base model
     step: int | None = None  # training step of the weights; None if not a checkpoint
     checkpoints: Checkpoints | None = None  # of the run that is served
     images: ImageReader | None = None  # None: the model reads text only
@@ -56,6 +58,7 @@ def open_model(
     checkpoints: Path | None = None,
     step: int | None = None,
     adapters: Sequence[Path] = (),
+    room: Callable[[DecoderConfig], LoRA] | None = None,
 ) -> Model:
     """Loads the model of `run.model.path` on the devices of `run.mesh`.
 
@@ -63,7 +66,8 @@ def open_model(
 
     With `checkpoints`, the checkpoint folder of a run that started from that model, loads the
     weights of `step`; step 0 is the model itself. `adapters` are folders of adapters of the model
-    in PEFT's format. The KV pool and the model can lower `max_len`.
+    in PEFT's format. `room` is the stack of adapters for a decoder, to which they are added later
+    (models/files/adapter_stack.py). The KV pool and the model can lower `max_len`.
 
     Raises ValueError, OSError or CheckpointError, with one message, if the model cannot be loaded.
     """
@@ -103,6 +107,9 @@ def open_model(
             else:
                 base = layout.prepare(load()) if saved.only_adapters else None
                 params = saved.place(saved.read(step), base)
+            if room is not None:
+                stack, rules = room(params.cfg), layout.rules
+                params = add_adapters(params, stack, seed=run.seed, rules=rules, dtype=layout.dtype)
             eos_ids = stop_ids(folder, renderer.tokenizer)
             engine = paged_engine(
                 run, run.rollout, layout, params.cfg, eos_ids, adjustable=True, tower=tower
@@ -115,7 +122,17 @@ def open_model(
             pool = engine.scheduler.pool
     max_model_len = min(max_len, pool.n_pages * pool.page_len)
     return Model(
-        renderer, engine, params, mesh, max_model_len, step, saved, images=images, encoder=encoder
+        renderer,
+        engine,
+        params,
+        mesh,
+        max_model_len,
+        layout,
+        folder,
+        step,
+        saved,
+        images=images,
+        encoder=encoder,
     )
 
 

@@ -14,6 +14,7 @@ from jaxrl.models.config import LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import open_adapter, warn_of_unused_head
 from jaxrl.models.files.hf_save import StoredAdapter
+from jaxrl.models.lora import without_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from sharding import Rules
 
@@ -43,6 +44,39 @@ def stack_adapters(
             own = dataclasses.replace(one.lora, alpha=float(one.lora.rank), rslora=False)
             model = with_gains(model, i, _with_stored(base, own, [one], rules, dtype), rules)
     return model
+
+
+def put_adapter(
+    model: Decoder, index: int, folder: Path, *, rules: Rules, dtype: DTypeLike
+) -> Decoder:
+    """The model whose stack has the adapter of `folder` in the place `index`, from 1.
+
+    All other arrays and places stay. Raises ValueError for an adapter of another model, of a larger
+    rank, of layers that the stack does not have, or with magnitudes.
+    """
+    base, lora = without_adapters(model), model.cfg.lora
+    assert lora is not None and 0 < index <= lora.n_stacked
+    stored = open_adapter(folder, base.cfg)
+    others = set(stored.lora.targets) - set(lora.targets)
+    if stored.lora.rank > lora.rank or others or stored.lora.dora:
+        raise ValueError(
+            f"the adapter in {folder} has the rank {stored.lora.rank} and the layers "
+            f"{', '.join(stored.lora.targets)}; the engine has room for the rank {lora.rank} and "
+            f"{', '.join(lora.targets)}, without magnitudes"
+        )
+    single = dataclasses.replace(lora, n_stacked=1)
+    one = _with_stored(base, single, [stored], rules, dtype)
+
+    def put(stack: jax.Array, own: jax.Array) -> jax.Array:
+        differ = [i for i, (n, m) in enumerate(zip(stack.shape, own.shape, strict=True)) if n != m]
+        if not differ:  # of the base, or of a stack of one
+            return own
+        [axis] = differ
+        return jax.lax.dynamic_update_slice_in_dim(stack, own, (index - 1) * lora.rank, axis)
+
+    return jax.tree.unflatten(
+        jax.tree.structure(model), map(put, jax.tree.leaves(model), jax.tree.leaves(one))
+    )
 
 
 def _with_stored(

@@ -2,14 +2,17 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxrl.models.config import LoRA
 from jaxrl.models.files.adapter import adapter_config
-from jaxrl.models.files.adapter_stack import stack_adapters
+from jaxrl.models.files.adapter_stack import put_adapter, stack_adapters
 from jaxrl.models.files.hf_load import load_params, model_config
+from jaxrl.models.lora import add_adapters
 from sharding.rules import DECODE
 from tests.models.files.test_adapter import ADAPTERS, changed_config
 from tests.models.test_parity import GOLDEN
@@ -62,3 +65,32 @@ def test_an_adapter_of_another_base_is_refused(one_device):
     with pytest.raises(ValueError, match=r"golden_adapters/llama is of another model"):
         stack_adapters(base, [ADAPTERS / "qwen3", LLAMA], rules=DECODE, dtype=jnp.float32)
     assert adapter_config(LLAMA).scale == 1.5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stacked", [False, True])
+def test_adapters_that_are_put_in_later_are_those_of_a_stack(stacked, one_device, tmp_path):
+    cfg = dataclasses.replace(model_config(GOLDEN / "llama"), stacked=stacked)
+    base = load_params(GOLDEN / "llama", DECODE, cfg, jnp.float32)
+    folders = [smaller(tmp_path / "small"), LLAMA]
+    wanted = stack_adapters(base, folders, rules=DECODE, dtype=jnp.float32)
+    assert wanted.cfg.lora is not None
+    how = dict(rules=DECODE, dtype=jnp.float32)
+    model = add_adapters(base, wanted.cfg.lora, seed=0, **how)
+    for i in (2, 1, 2):  # the second place is overwritten
+        model = put_adapter(model, i, folders[i - 1], **how)
+    for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert model.embed is base.embed
+
+
+def test_an_adapter_without_room_is_refused(one_device):
+    base = load_params(GOLDEN / "llama", DECODE, model_config(GOLDEN / "llama"), jnp.float32)
+    how = dict(rules=DECODE, dtype=jnp.float32)
+    for rank, targets in ((2, ("q_proj", "up_proj")), (8, ("q_proj",))):
+        room = LoRA(rank, float(rank), targets=targets, n_stacked=1)
+        model = add_adapters(base, room, seed=0, **how)
+        with pytest.raises(
+            ValueError, match=f"has room for the rank {rank} and {', '.join(targets)}"
+        ):
+            put_adapter(model, 1, LLAMA, **how)

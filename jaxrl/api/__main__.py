@@ -1,0 +1,135 @@
+"""python -m jaxrl.api --model=FOLDER: a training API with the interface of the package `tinker`.
+
+Options and endpoints: docs/how_to/training_api.md and --help.
+"""
+
+import argparse
+import functools
+import gc
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxrl.api.options import KEYS_VARIABLE, read
+from jaxrl.config.keys import RunConfig
+from jaxrl.runtime.start import begin_loading, end_loading
+
+if __name__ == "__main__":  # answers a mistyped argument before the imports that take seconds
+    OPTIONS, CONFIG = read(sys.argv[1:])
+    begin_loading()
+
+try:
+    import prometheus_client  # noqa: F401, the only package that the extra `serve` installs
+except ModuleNotFoundError as missing:
+    from jaxrl.config.packages import install_advice
+
+    raise SystemExit(f"error: there is no {missing.name}; {install_advice('serve')}") from missing
+
+from jaxrl.api.adapters import AdapterFiles, slot_adapters
+from jaxrl.api.app import ApiApp
+from jaxrl.api.models import Models
+from jaxrl.api.sampling import Sampler, Slots, loader
+from jaxrl.api.service import Service
+from jaxrl.api.store import Store
+from jaxrl.api.training import Trainer
+from jaxrl.ending import default_on_signals
+from jaxrl.http.body import BodyReader
+from jaxrl.http.connection import ConnectionLimits, HttpServer
+from jaxrl.http.listener import listener, require_loopback, url
+from jaxrl.models.lora import without_adapters
+from jaxrl.serve.compilation import BackgroundCompiler
+from jaxrl.serve.engine_thread import ServingThread
+from jaxrl.serve.metrics import ServerMetrics
+from jaxrl.serve.model import Model, open_model
+from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
+
+WRITERS = 2  # threads that detokenize responses
+
+
+def serve(options: argparse.Namespace, run: RunConfig) -> int:
+    """Serves until Ctrl-C. Exit status: 0 stopped, 1 after an error with a message."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    try:
+        with listener(options.host, options.port) as listening:
+            if not options.keys:
+                require_loopback(
+                    listening, f"set --keys, or {KEYS_VARIABLE}, to a file of API keys"
+                )
+            with explain_out_of_memory(None, None):
+                web = server(open_service(options, run), options)
+            end_loading()
+            gc.freeze()  # a full collection of jax's objects would stop all threads
+            default_on_signals()  # uvicorn handles them, and raises them again after its shutdown
+            print(
+                f"training API of {options.name} on {url(listening)}; stop with Ctrl-C", flush=True
+            )
+            web.run(sockets=[listening])
+    except (ValueError, OSError, OutOfMemoryError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # after the shutdown of all requests
+        pass
+    return 0
+
+
+def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
+    """Opens the run folder, loads the model, and creates the service for it."""
+    store = Store(Path(options.run_dir).expanduser())
+    return make_service(options, run, store, load_model(options, run))
+
+
+def load_model(options: argparse.Namespace, run: RunConfig) -> Model:
+    """The model with room for the adapters that the engine samples from."""
+    room = functools.partial(slot_adapters, n=options.slots, rank=options.max_rank)
+    return open_model(run, max_len=options.max_len, room=room)
+
+
+def make_service(
+    options: argparse.Namespace, run: RunConfig, store: Store, model: Model
+) -> Service:
+    metrics, layout = ServerMetrics(), model.layout
+    engine = ServingThread(
+        model.engine, model.params, model.mesh, metrics, max_tasks=2 * options.max_waiting
+    )
+    trainer = Trainer(run, without_adapters(model.params), layout.rules, layout.dtype)
+    models = Models(
+        store,
+        engine,
+        AdapterFiles(trainer, options.name, model.folder),
+        store.folder / "checkpoints",
+        options.max_rank,
+        options.max_models,
+        options.lost_after_s,
+    )
+    models.remove_unknown()
+    sampler = Sampler(
+        model,
+        engine,
+        metrics,
+        ThreadPoolExecutor(WRITERS, "writer"),
+        Slots(options.slots, loader(model, engine)),
+        options.timeout_s,
+    )
+    return Service(
+        store,
+        models,
+        sampler,
+        BackgroundCompiler(model.engine, model.params, model.mesh),
+        name=options.name,
+        max_waiting=options.max_waiting,
+        max_queued=options.max_queued,
+    )
+
+
+def server(service: Service, options: argparse.Namespace) -> HttpServer:
+    limits = ConnectionLimits(
+        options.max_connections, read_s=options.read_timeout_s, write_s=options.write_timeout_s
+    )
+    bodies = BodyReader(options.max_body_mib << 20, 4 * options.max_body_mib << 20)
+    app = ApiApp(service, bodies, options.keys).app()
+    return HttpServer(app, limits, end_responses=service.sampler_of.engine.request_stop)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(OPTIONS, CONFIG))

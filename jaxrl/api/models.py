@@ -1,0 +1,182 @@
+"""The adapters in training of all clients, and the work of their requests on the device."""
+
+import asyncio
+import dataclasses
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.api.adapters import WEIGHTS, AdapterChoice, AdapterFiles
+from jaxrl.api.losses import Options
+from jaxrl.api.messages import training_output
+from jaxrl.api.store import Store
+from jaxrl.api.training import AdamParams, TrainedAdapter
+from jaxrl.http.errors import RequestError
+from jaxrl.serve.engine_thread import ServingThread
+from jaxrl.types import TrainingSample, Tree
+
+SCHEME = "tinker://"
+KINDS = {"weights": "training", "sampler_weights": "sampler"}  # of checkpoints, by path
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Every method but `check` runs one request, and returns the body of its result.
+
+    Methods raise ValueError or RequestError for what the client can change.
+    """
+
+    store: Store
+    engine: ServingThread
+    files: AdapterFiles
+    folder: Path  # of checkpoints
+    max_rank: int
+    max_models: int
+    lost_after_s: float
+    trained: dict[str, TrainedAdapter] = dataclasses.field(default_factory=dict)
+
+    def check(self, model: str, owner: str) -> None:
+        """Raises RequestError unless the client has this model and can train it."""
+        if self.store.model(model, owner)["lost"]:
+            raise RequestError(
+                422,
+                f"the training state of {model} is gone, because the server was restarted or its "
+                "client was silent; call create_training_client_from_state_with_optimizer with "
+                "its last checkpoint",
+            )
+
+    def remove_unknown(self) -> None:
+        """Deletes the folders of deleted, replaced and expired checkpoints, and incomplete ones."""
+        kept = self.store.kept_folders()
+        for folder in self.folder.glob("*") if self.folder.is_dir() else ():
+            if str(folder) not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def create(self, model: str, choice: AdapterChoice, seed: int | None) -> bytes:
+        lora = choice.lora(self.files.trainer.base.cfg, self.max_rank)
+        start = secrets.randbelow(2**31) if seed is None else seed % 2**31
+        await self._add(model, lambda: self.files.trainer.create(lora, start))
+        return _json(model_id=model, type="create_model")
+
+    async def load(self, model: str, checkpoint: dict[str, Any], optimizer: bool) -> bytes:
+        """Replaces the model's weights, and moments, by those of a checkpoint."""
+        folder = Path(checkpoint["folder"])
+        await self._add(model, lambda: self.files.load(folder, optimizer=optimizer))
+        return _json(path=checkpoint["path"], type="load_weights")
+
+    async def forward_backward(
+        self,
+        model: str,
+        samples: Sequence[TrainingSample],
+        targets: Sequence[np.ndarray],
+        loss: str,
+        options: Options,
+        forward_only: bool,
+    ) -> bytes:
+        adapter = self._trained(model)
+
+        def work() -> tuple[list[np.ndarray], float]:
+            return self.files.trainer.forward_backward(
+                adapter, samples, targets, loss, options, forward_only=forward_only
+            )
+
+        logprobs, total = await self._on_device(work)
+        return training_output(logprobs, {"loss:sum": total})
+
+    async def optim_step(self, model: str, params: AdamParams) -> bytes:
+        adapter = self._trained(model)
+        step = self.files.trainer.optim_step
+        return _json(metrics=await self._on_device(lambda: step(adapter, params)))
+
+    async def save_state(self, model: str, owner: str, name: str, **details: Any) -> bytes:
+        path = f"{SCHEME}{model}/weights/{name}"
+        await self._save(self.files.save_state, model, owner, path, **details)
+        return _json(path=path, type="save_weights")
+
+    async def save_for_sampler(
+        self, model: str, owner: str, name: str, sampler: str, **details: Any
+    ) -> bytes:
+        """Saves the weights, and opens the sampling session `sampler` with them, if not ""."""
+        path = f"{SCHEME}{model}/sampler_weights/{name}"
+        await self._save(self.files.save_weights, model, owner, path, **details)
+        kind = "save_weights_for_sampler"
+        if not sampler:
+            return _json(path=path, type=kind)
+        self.store.add_sampler(sampler, owner, self.store.model(model, owner)["session"], path)
+        return _json(sampling_session_id=sampler, type=kind)
+
+    def sampled_folder(self, path: str, owner: str) -> Path | None:
+        """The folder of the weights at a path; None for the base model, ""."""
+        if not path:
+            return None
+        found = self.store.checkpoint(path, owner)
+        folder = Path(found["folder"])
+        return folder / WEIGHTS if found["kind"] == "training" else folder
+
+    async def _save(
+        self,
+        save: Callable[[Path, TrainedAdapter], None],
+        model: str,
+        owner: str,
+        path: str,
+        *,
+        ttl_s: int | None,
+        metadata: dict[str, Any],
+    ) -> None:
+        adapter = self._trained(model)
+        folder = self.folder / secrets.token_hex(8)  # new, so that nothing reads another content
+        await self._on_device(lambda: save(folder, adapter))
+        n_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        self.store.add_checkpoint(
+            path,
+            owner,
+            model=model,
+            kind=KINDS[path.split("/")[-2]],
+            folder=str(folder),
+            expires=None if ttl_s is None else time.time() + ttl_s,
+            n_bytes=n_bytes,
+            details=metadata,
+        )
+
+    async def _add(self, model: str, make: Callable[[], TrainedAdapter]) -> None:
+        if model not in self.trained:
+            self._make_room()
+        self.trained[model] = await self._on_device(make)
+
+    def _make_room(self) -> None:
+        """Drops the models of silent clients if there are too many.
+
+        Raises RequestError (422) if there are still too many.
+        """
+        if len(self.trained) < self.max_models:
+            return
+        for model in self.store.silent_models(time.time() - self.lost_after_s):
+            if self.trained.pop(model, None) is not None:
+                self.store.lose_model(model)
+        if len(self.trained) >= self.max_models:
+            raise RequestError(
+                422,
+                f"the server trains {self.max_models} adapters at most (--max-models), and all of "
+                "them are in use; try again later",
+            )
+
+    def _trained(self, model: str) -> TrainedAdapter:
+        if (adapter := self.trained.get(model)) is None:
+            raise RequestError(422, f"the model {model} was not created, or has been dropped")
+        return adapter
+
+    async def _on_device[T](self, work: Callable[[], T]) -> T:
+        def command(params: Tree) -> tuple[Tree, T]:
+            return params, work()
+
+        return await asyncio.wrap_future(self.engine.run(command))
+
+
+def _json(**fields: Any) -> bytes:
+    return json.dumps(fields, allow_nan=False).encode()

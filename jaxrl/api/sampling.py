@@ -1,0 +1,203 @@
+"""Sampling from saved adapters: places in the engine, and the responses of a request."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.api.fields import SampleRequest
+from jaxrl.api.messages import NO_LOGPROB, Sample, TopLogprobs, sample_output
+from jaxrl.models.files.adapter_stack import put_adapter
+from jaxrl.serve.choice import Choice
+from jaxrl.serve.choice import TopLogprobs as Pairs
+from jaxrl.serve.engine_thread import ServingThread
+from jaxrl.serve.metrics import ServerMetrics
+from jaxrl.serve.model import Model
+from jaxrl.serve.requests.request import GenerationRequest
+from jaxrl.serve.response import ActiveResponse
+from jaxrl.serve.score import Scores, score
+from jaxrl.types import Tree
+
+MAX_SEED = 2**31 - 1
+
+
+class Slots:
+    """The places of adapters in the engine: which folder each has, and who uses it.
+
+    Used on the event loop only. A place stays while requests use it; of the others the least
+    recently used one is overwritten. KV that was cached with its old weights is then dropped.
+    """
+
+    def __init__(self, n: int, load: Callable[[int, Path, bool], asyncio.Future]):
+        """`load(slot, folder, drop_cache)` puts an adapter into a place, from 1."""
+        self._load = load
+        self._folders: dict[int, Path] = {}
+        self._users: collections.Counter[int] = collections.Counter()
+        self._order = list(range(1, n + 1))  # the least recently used first
+        self._cached: set[int] = set()  # used since the cache was last dropped
+        self._changed = asyncio.Condition()
+        self._loading = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def slot(self, folder: Path | None) -> AsyncIterator[int]:
+        """The place of the adapter in `folder` during the block; 0 without one: the base model."""
+        if folder is None:
+            yield 0
+            return
+        slot = await self._acquire(folder)
+        try:
+            yield slot
+        finally:
+            self._users[slot] -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _acquire(self, folder: Path) -> int:
+        async with self._loading:  # in the order of the requests
+            found = self._find(folder)
+            while found is None:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._find(None) is not None)
+                found = self._find(None)
+            slot = found
+            self._users[slot] += 1
+            self._order.remove(slot)
+            self._order.append(slot)
+            if self._folders.get(slot) != folder:
+                await self._put(slot, folder)
+            self._cached.add(slot)
+        return slot
+
+    def _find(self, folder: Path | None) -> int | None:
+        """The place of the folder, else the least recently used one that is free, or None."""
+        for slot, loaded in self._folders.items():
+            if folder is not None and loaded == folder:
+                return slot
+        return next((slot for slot in self._order if not self._users[slot]), None)
+
+    async def _put(self, slot: int, folder: Path) -> None:
+        self._folders.pop(slot, None)
+        drop = slot in self._cached
+        try:
+            await self._load(slot, folder, drop)
+        except BaseException:
+            self._users[slot] -= 1
+            raise
+        if drop:
+            self._cached = {slot for slot, n in self._users.items() if n}
+        self._folders[slot] = folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Samples the responses of requests on the engine's thread."""
+
+    model: Model
+    engine: ServingThread
+    metrics: ServerMetrics
+    workers: ThreadPoolExecutor
+    slots: Slots
+    timeout_s: float
+
+    async def sample(self, request: SampleRequest, folder: Path | None) -> bytes:
+        """The encoded responses. Raises RequestError as ActiveResponse does."""
+        async with self.slots.slot(folder) as slot:
+            prompt = top = None
+            if request.prompt_logprobs or request.n_top_prompt:
+                prompt, top = await self._prompt(request, slot)
+            with contextlib.closing(self._start(request, slot)) as response:
+                await response.finish()
+            samples = [_sample(choice, request.n_top) for choice in response.choices]
+        return sample_output(samples, prompt if request.prompt_logprobs else None, top)
+
+    def _start(self, request: SampleRequest, slot: int) -> ActiveResponse:
+        seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed & MAX_SEED
+        generation = GenerationRequest(
+            endpoint="completions",
+            model="",
+            adapter=slot,
+            prompts=(request.tokens,),
+            max_tokens=(request.max_tokens,),
+            sampling=request.sampling,
+            adjustments=None,
+            seed=seed,
+            n=request.n,
+            logprobs=request.n_top > 0,
+            n_top=request.n_top,
+            echo=False,
+            stream=False,
+            include_usage=False,
+            ignore_stop=request.ignore_stop,
+            return_token_ids=False,
+        )
+        return ActiveResponse(
+            generation,
+            self.model.renderer,
+            self.engine,
+            self.metrics,
+            workers=self.workers,
+            timeout_s=self.timeout_s,
+        )
+
+    async def _prompt(
+        self, request: SampleRequest, slot: int
+    ) -> tuple[np.ndarray, TopLogprobs | None]:
+        """(logprobs of the prompt's tokens, NaN where not scored; the most likely tokens)."""
+        tokens, rules = request.tokens, self.model.layout.rules
+
+        def work(params: Tree) -> tuple[Tree, Scores]:
+            return params, score(params, tokens, temperature=1.0, adapter=slot, rules=rules)
+
+        n, k = len(tokens), request.n_top_prompt
+        logp = np.full(n, np.nan, np.float32)
+        if n == 1:
+            scores = Scores(*(np.zeros((0, k), np.float32),) * 3)
+        else:
+            scores = await asyncio.wrap_future(self.engine.run(work))
+            logp[1:] = scores.logp
+        logp[: n - request.n_scored] = np.nan
+        if not k:
+            return logp, None
+        ids, tops = np.zeros((n, k), np.int32), np.full((n, k), NO_LOGPROB, np.float32)
+        ids[1:], tops[1:] = scores.top[:, :k], scores.top_logp[:, :k]
+        ids[: n - request.n_scored], tops[: n - request.n_scored] = 0, NO_LOGPROB
+        return logp, TopLogprobs(ids, tops)
+
+
+def loader(model: Model, engine: ServingThread) -> Callable[[int, Path, bool], asyncio.Future]:
+    """The `load` of Slots for an engine."""
+    versions = iter(range(1, 2**62))
+
+    def load(slot: int, folder: Path, drop_cache: bool) -> asyncio.Future:
+        def work(params: Tree) -> tuple[Tree, None]:
+            layout = model.layout
+            new = put_adapter(params, slot, folder, rules=layout.rules, dtype=layout.dtype)
+            if drop_cache:
+                model.engine.set_version(next(versions))
+            return new, None
+
+        return asyncio.wrap_future(engine.run(work))
+
+    return load
+
+
+def _sample(choice: Choice, n_top: int) -> Sample:
+    tokens, logp = np.asarray(choice.tokens, np.int32), np.asarray(choice.logp, np.float32)
+    top = _top(choice.top[: len(tokens)], n_top) if n_top else None
+    return Sample(tokens, logp, choice.finish_reason, top)
+
+
+def _top(pairs: list[Pairs], k: int) -> TopLogprobs:
+    rows = [row[:k] for row in pairs]
+    ids = [[token for token, _ in row] for row in rows]
+    logps = [[logp for _, logp in row] for row in rows]
+    shape = len(rows), k
+    return TopLogprobs(
+        np.asarray(ids, np.int32).reshape(shape), np.asarray(logps, np.float32).reshape(shape)
+    )

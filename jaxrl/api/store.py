@@ -1,0 +1,255 @@
+"""What the server remembers in its run folder: sessions, models, samplers, checkpoints, results.
+
+One SQLite file, which a transaction changes completely or not at all, also if the process is
+killed. What a client has been answered is in it. Every row has an owner, and a client only finds
+its own rows.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxrl.http.errors import RequestError
+
+FILE = "api.sqlite"
+KEPT_S = 3600.0  # for which the result of a request stays after a client has read it
+TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT, created REAL, seen REAL,
+    details TEXT);
+CREATE TABLE IF NOT EXISTS models (id TEXT PRIMARY KEY, owner TEXT, session TEXT, created REAL,
+    seen REAL, seq_id INTEGER, lost INTEGER, details TEXT);
+CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, owner TEXT, session TEXT, path TEXT);
+CREATE TABLE IF NOT EXISTS checkpoints (path TEXT PRIMARY KEY, owner TEXT, model TEXT, kind TEXT,
+    folder TEXT, created REAL, expires REAL, n_bytes INTEGER, details TEXT);
+CREATE TABLE IF NOT EXISTS futures (id TEXT PRIMARY KEY, owner TEXT, kind TEXT, state TEXT,
+    body BLOB, created REAL, read REAL);
+"""
+PENDING, DONE, FAILED = "pending", "done", "failed"
+SAMPLE = "sample"  # the kind of a request
+RESTARTED = "the server was restarted before the request had run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The outcome of a request so far: the body of a response, or the message of an error."""
+
+    state: str  # PENDING, DONE or FAILED
+    body: bytes = b""
+    kind: str = ""  # of the request
+
+
+class Store:
+    """The tables; methods may be called by any thread."""
+
+    def __init__(self, folder: Path):
+        """Raises ValueError if another server has the folder open."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(
+            folder / FILE, check_same_thread=False, isolation_level=None, timeout=0.1
+        )
+        self._db.row_factory = sqlite3.Row
+        try:
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.executescript(TABLES)
+            with self._transaction():
+                # The work of the process before this one is lost, except what it has written.
+                self._db.execute("UPDATE models SET lost = 1")
+                # Clients send samples again by themselves, if there is no result.
+                lost = PENDING, SAMPLE
+                self._db.execute("DELETE FROM futures WHERE state = ? AND kind = ?", lost)
+                values = FAILED, failure(RESTARTED, by_client=False), PENDING
+                self._db.execute("UPDATE futures SET state = ?, body = ? WHERE state = ?", values)
+        except sqlite3.OperationalError as error:
+            raise ValueError(
+                f"{folder / FILE} cannot be opened ({error}); stop the other server with this "
+                "--run-dir, or set another one"
+            ) from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _run(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._db.execute(sql, values).fetchall()
+
+    # Sessions
+
+    def add_session(self, session: str, owner: str, details: dict[str, Any]) -> None:
+        now = time.time()
+        values = session, owner, now, now, json.dumps(details)
+        self._run("INSERT INTO sessions VALUES (?, ?, ?, ?, ?)", *values)
+
+    def see_session(self, session: str, owner: str) -> None:
+        """Records a sign of life. Raises RequestError (404) for an unknown session."""
+        self.session(session, owner)
+        self._run("UPDATE sessions SET seen = ? WHERE id = ?", time.time(), session)
+
+    def session(self, session: str, owner: str) -> dict[str, Any]:
+        return self._one("sessions", session, owner, "session")
+
+    def sessions(self, owner: str) -> list[dict[str, Any]]:
+        return self._all("sessions", owner)
+
+    # Models
+
+    def add_model(self, model: str, owner: str, session: str, details: dict[str, Any]) -> None:
+        """Records a model that can be trained; an older one of this id is replaced."""
+        now = time.time()
+        values = model, owner, session, now, now, 0, 0, json.dumps(details)
+        self._run("INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
+
+    def silent_models(self, before: float) -> list[str]:
+        """The models of sessions that gave no sign of life since `before`."""
+        sql = (
+            "SELECT models.id FROM models JOIN sessions ON sessions.id = models.session "
+            "WHERE sessions.seen < ? AND models.seen < ?"
+        )
+        return [row["id"] for row in self._run(sql, before, before)]
+
+    def lose_model(self, model: str) -> None:
+        """Records that a model cannot be trained any more."""
+        self._run("UPDATE models SET lost = 1 WHERE id = ?", model)
+
+    def model(self, model: str, owner: str) -> dict[str, Any]:
+        return self._one("models", model, owner, "model")
+
+    def has_model(self, model: str) -> bool:
+        return bool(self._run("SELECT id FROM models WHERE id = ?", model))
+
+    def models(self, owner: str) -> list[dict[str, Any]]:
+        return self._all("models", owner)
+
+    # Samplers
+
+    def add_sampler(self, sampler: str, owner: str, session: str, path: str) -> None:
+        """`path` is that of a checkpoint, or "" for the base model."""
+        values = sampler, owner, session, path
+        self._run("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?)", *values)
+
+    def sampler(self, sampler: str, owner: str) -> dict[str, Any]:
+        return self._one("samplers", sampler, owner, "sampling session")
+
+    def samplers(self, owner: str) -> list[dict[str, Any]]:
+        return self._all("samplers", owner)
+
+    # Checkpoints
+
+    def add_checkpoint(self, path: str, owner: str, **values: Any) -> None:
+        """`values` are the other columns but `created`."""
+        row = values | {"path": path, "owner": owner, "created": time.time()}
+        row["details"] = json.dumps(row["details"])
+        names = ", ".join(row)
+        marks = ", ".join("?" * len(row))
+        self._run(f"INSERT OR REPLACE INTO checkpoints ({names}) VALUES ({marks})", *row.values())
+
+    def checkpoint(self, path: str, owner: str) -> dict[str, Any]:
+        found = self._one("checkpoints", path, owner, "checkpoint", key="path")
+        if _is_expired(found):
+            raise unknown("checkpoint", path)
+        return found
+
+    def checkpoints(self, owner: str) -> list[dict[str, Any]]:
+        return [row for row in self._all("checkpoints", owner) if not _is_expired(row)]
+
+    def kept_folders(self) -> set[str]:
+        """The folders of all checkpoints that have not expired."""
+        rows = [dict(row) for row in self._run("SELECT folder, expires FROM checkpoints")]
+        return {row["folder"] for row in rows if not _is_expired(row)}
+
+    def remove_checkpoint(self, path: str, owner: str) -> None:
+        self.checkpoint(path, owner)
+        self._run("DELETE FROM checkpoints WHERE path = ?", path)
+
+    # Futures
+
+    def begin(self, request: str, owner: str, kind: str, model: str = "", seq_id: int = 0) -> bool:
+        """Whether the request is new. A repeated one, as after a lost answer, is not.
+
+        A new one with a `model` must have a larger `seq_id` than those before it. Raises
+        RequestError (409) for an older one, and (403) for the request of another client.
+        """
+        if rows := self._run("SELECT owner FROM futures WHERE id = ?", request):
+            if rows[0]["owner"] != owner:
+                raise unknown("request", request)
+            return False
+        now = time.time()
+        if model and self.model(model, owner)["seq_id"] >= seq_id:
+            raise RequestError(
+                422, f"seq_id {seq_id} of {model} is not above those before it", param="seq_id"
+            )
+        new = request, owner, kind, PENDING, b"", now
+        with self._lock, self._transaction():
+            self._db.execute("INSERT INTO futures VALUES (?, ?, ?, ?, ?, ?, NULL)", new)
+            values = seq_id, now, model
+            self._db.execute("UPDATE models SET seq_id = ?, seen = ? WHERE id = ?", values)
+            self._db.execute("DELETE FROM futures WHERE read < ?", (now - KEPT_S,))
+        return True
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All changes of the block, or none of them if it fails."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def has_future(self, request: str) -> bool:
+        return bool(self._run("SELECT id FROM futures WHERE id = ?", request))
+
+    def end(self, request: str, state: str, body: bytes) -> None:
+        """Records the outcome of a request."""
+        self._run("UPDATE futures SET state = ?, body = ? WHERE id = ?", state, body, request)
+
+    def result(self, request: str, owner: str) -> Result:
+        """Raises RequestError (410) for a request that is unknown, or whose result is gone."""
+        rows = self._run("SELECT * FROM futures WHERE id = ? AND owner = ?", request, owner)
+        if not rows:
+            raise RequestError(410, f"there is no result of the request {request!r}; send it again")
+        [row] = rows
+        if row["state"] != PENDING and row["read"] is None:
+            self._run("UPDATE futures SET read = ? WHERE id = ?", time.time(), request)
+        return Result(row["state"], bytes(row["body"]), row["kind"])
+
+    def _one(self, table: str, row: str, owner: str, noun: str, key: str = "id") -> dict[str, Any]:
+        rows = self._run(f"SELECT * FROM {table} WHERE {key} = ? AND owner = ?", row, owner)
+        if not rows:
+            raise unknown(noun, row)
+        return _values(rows[0])
+
+    def _all(self, table: str, owner: str) -> list[dict[str, Any]]:
+        rows = self._run(f"SELECT * FROM {table} WHERE owner = ? ORDER BY rowid", owner)
+        return [_values(row) for row in rows]
+
+
+def _is_expired(checkpoint: dict[str, Any]) -> bool:
+    return checkpoint["expires"] is not None and checkpoint["expires"] < time.time()
+
+
+def _values(row: sqlite3.Row) -> dict[str, Any]:
+    found = dict(row)
+    if "details" in found:
+        found["details"] = json.loads(found["details"])
+    return found
+
+
+def failure(message: str, *, by_client: bool) -> bytes:
+    """The result of a failed request; `by_client`: the client can change what failed."""
+    return json.dumps({"error": message, "category": "user" if by_client else "server"}).encode()
+
+
+def unknown(noun: str, name: str) -> RequestError:
+    """The error for what does not exist, or is another client's."""
+    return RequestError(404, f"there is no {noun} {name!r}", code="not_found")

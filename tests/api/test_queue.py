@@ -1,0 +1,120 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxrl.api.queue import Results, TrainingQueue
+from jaxrl.api.sampling import Slots
+from jaxrl.api.store import DONE, FAILED, Store
+from jaxrl.http.errors import RequestError
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path)
+    yield store
+    store.close()
+
+
+def run(store, *works, max_queued: int = 9) -> list[str]:
+    """The order in which queued works ran; each is (client, name, error or None)."""
+    order = []
+
+    async def main():
+        results = Results(store)
+        queue = TrainingQueue(results, max_queued)
+
+        def work(name, error):
+            async def run() -> bytes:
+                order.append(name)
+                if error is not None:
+                    raise error
+                return b"{}"
+
+            return run
+
+        for client, name, error in works:
+            queue.check_room(client)
+            store.begin(name, client, "optim_step")
+            queue.add(client, name, work(name, error))
+        running = asyncio.create_task(queue.run())
+        for _, name, _ in works:
+            await results.wait(name, 10)
+        running.cancel()
+
+    asyncio.run(main())
+    return order
+
+
+def test_clients_take_turns_and_each_is_served_in_order(store):
+    works = [("a", "a1", None), ("a", "a2", None), ("a", "a3", None), ("b", "b1", None)]
+    assert run(store, *works) == ["a1", "b1", "a2", "a3"]
+    assert store.result("a3", "a").state == DONE
+
+
+def test_an_error_is_the_result_and_the_next_request_runs(store):
+    works = [
+        ("a", "user", ValueError("no gradient")),
+        ("a", "device", RuntimeError("secret of the device")),
+        ("a", "next", None),
+    ]
+    assert len(run(store, *works)) == 3
+    user, device = (json.loads(store.result(name, "a").body) for name in ("user", "device"))
+    assert user == {"error": "no gradient", "category": "user"}
+    assert device == {"error": "the server failed (RuntimeError)", "category": "server"}
+    assert store.result("user", "a").state == FAILED
+    assert store.result("next", "a").state == DONE
+
+
+def test_a_client_with_too_many_requests_waits(store):
+    with pytest.raises(RequestError, match="2 training requests are queued") as failed:
+        run(store, *(("a", str(i), None) for i in range(3)), max_queued=2)
+    assert failed.value.status == 429
+
+
+def test_a_place_that_is_in_use_is_not_overwritten():
+    loaded = []
+
+    async def load(slot: int, folder: Path, drop_cache: bool) -> None:
+        loaded.append((slot, folder.name, drop_cache))
+
+    async def main():
+        slots = Slots(2, lambda *arguments: asyncio.ensure_future(load(*arguments)))
+        a, b, c = Path("a"), Path("b"), Path("c")
+        async with slots.slot(None) as base, slots.slot(a) as first, slots.slot(b) as second:
+            assert (base, first, second) == (0, 1, 2)
+            waiting = asyncio.create_task(use(slots, c))
+            async with asyncio.timeout(1):
+                while not slots._loading.locked():
+                    await asyncio.sleep(0)
+            assert not waiting.done()
+        assert await waiting == 1  # of both places the one that was used less recently
+        async with slots.slot(a) as again, slots.slot(c) as still:
+            assert (again, still) == (2, 1)
+
+    async def use(slots: Slots, folder: Path) -> int:
+        async with slots.slot(folder) as slot:
+            return slot
+
+    asyncio.run(main())
+    # The KV that a had cached is dropped with all others', so that b's place has none.
+    assert loaded == [(1, "a", False), (2, "b", False), (1, "c", True), (2, "a", False)]
+
+
+def test_a_place_whose_load_failed_is_free():
+    fails = iter([True, False])
+
+    async def load(slot: int, folder: Path, drop_cache: bool) -> None:
+        if next(fails):
+            raise ValueError("of another model")
+
+    async def main():
+        slots = Slots(1, lambda *arguments: asyncio.ensure_future(load(*arguments)))
+        with pytest.raises(ValueError, match="of another model"):
+            async with slots.slot(Path("a")):
+                pass
+        async with slots.slot(Path("b")) as slot:
+            assert slot == 1
+
+    asyncio.run(main())

@@ -1,0 +1,58 @@
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.api.training import AdamParams, TrainedAdapter, Trainer, start_moments
+
+
+def adamw(w, gradients, p: AdamParams):
+    """torch.optim.AdamW with clipping of the norm, in float64."""
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for t, g in enumerate(gradients, start=1):
+        norm = np.sqrt((g**2).sum())
+        if p.grad_clip_norm and norm > p.grad_clip_norm:
+            g = g * p.grad_clip_norm / norm
+        m = p.beta1 * m + (1 - p.beta1) * g
+        v = p.beta2 * v + (1 - p.beta2) * g**2
+        direction = m / (1 - p.beta1**t) / (np.sqrt(v / (1 - p.beta2**t)) + p.eps)
+        w = w - p.learning_rate * (direction + p.weight_decay * w)
+    return w
+
+
+@pytest.fixture
+def adapter():
+    weights = {"a": jnp.asarray([0.5, -0.25, 1.0], jnp.float32)}
+    return TrainedAdapter(weights, {}, start_moments(weights))
+
+
+TRAINER: Trainer = object.__new__(Trainer)  # a step reads none of its fields
+
+
+def test_steps_are_those_of_adamw(adapter):
+    rng = np.random.default_rng(0)
+    gradients = rng.standard_normal((3, 3))
+    params = AdamParams(0.1, 0.8, 0.9, 1e-3, weight_decay=0.05, grad_clip_norm=1.0)
+    wanted = adamw(np.array([0.5, -0.25, 1.0]), gradients, params)
+    for g in gradients:
+        adapter.gradient = {"a": jnp.asarray(g, jnp.float32)}
+        metrics = TRAINER.optim_step(adapter, params)
+        assert metrics["optim/grad_norm"] == pytest.approx(np.linalg.norm(g), rel=1e-5)
+        assert adapter.gradient is None
+    np.testing.assert_allclose(adapter.weights["a"], wanted, rtol=1e-5)
+    assert adapter.n_steps == 3
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(adapter):
+    before = np.array(adapter.weights["a"])
+    adapter.gradient = {"a": jnp.asarray([1.0, math.nan, 0.0], jnp.float32)}
+    with pytest.raises(ValueError, match="not finite"):
+        TRAINER.optim_step(adapter, AdamParams())
+    np.testing.assert_array_equal(adapter.weights["a"], before)
+    assert (adapter.n_steps, adapter.gradient) == (0, None)
+
+
+def test_a_step_needs_a_gradient(adapter):
+    with pytest.raises(ValueError, match="call forward_backward before"):
+        TRAINER.optim_step(adapter, AdamParams())
