@@ -69,7 +69,7 @@ def markdown() -> str:
 
 
 def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("<", "&lt;")
+    return cell.replace("|", "\\|").replace("<", "&lt;").replace("\n", "\\n")
 
 
 if __name__ == "__main__":
