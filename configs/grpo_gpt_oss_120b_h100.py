@@ -10,10 +10,9 @@ Data, batches and lengths are those of configs/grpo_gpt_oss_120b.py.
 Mesh: replica 4 x fsdp 4 x tensor 4; the replicas share the optimizer state and the gradients
 (learner.zero=2). Tensor parallelism stays within a node. The rollout has 8 replicas of 8 GPUs.
 
-Memory: the optimizer state, the sums of gradients and the reference are in host memory. XLA keeps a
-transposed copy of the stacked experts and one of their gradients, so 8 shards in place of 16 do not
-fit: replica 8 x fsdp 8 needs 106.5 GiB. An update needs 51.4 of the 67.7 GiB that
-rollout.memory_utilization allows.
+Memory: the optimizer state, the sums of gradients and the reference are in host memory. An
+update needs 38.1 of the 67.7 GiB that rollout.memory_utilization allows, the rollout 50.4 without
+KV pages.
 
 Minutes and result: not measured yet. By its plan (docs/plans/grpo_gpt_oss_120b_h100.h100-64.txt) a
 step takes 162 s or more at the chips' peak rates, and 191 s with kernels one after the other. HBM
