@@ -4,7 +4,8 @@
 
 OUTPUT/train.parquet and OUTPUT/val.parquet have rows in verl's schema: a picture of 32 x 32 pixels
 with one to six squares of a colour on another one, and the question how many squares there are, or
-which colour they have (--question=colour). No picture is in both files. Needs the extra `vision`.
+the first letter of their colour (--question=colour). No picture is in both files. Needs the extra
+`vision`.
 """
 
 import argparse
@@ -19,8 +20,11 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 SIZE, CELLS, MOST = 32, 4, 6  # pixels of a side; places for squares on a side; squares
-QUESTIONS = {"number": "How many squares?", "colour": "Which colour are the squares?"}
 COLOURS = ("red", "lime", "blue", "white", "black", "yellow", "cyan", "magenta")
+QUESTIONS = {  # name -> question, colours of the pictures; the initials of colours differ
+    "number": ("How many squares?", COLOURS),
+    "colour": ("Which colour are they?", tuple(name for name in COLOURS if name != "black")),
+}
 
 
 def main() -> None:
@@ -41,17 +45,18 @@ def main() -> None:
 
 def rows(rng: random.Random, question: str) -> Iterator[dict[str, Any]]:
     """Rows without end, of different pictures."""
+    text, choices = QUESTIONS[question]
     seen = set()
     while True:
-        n, colours = rng.randint(1, MOST), rng.sample(COLOURS, 2)
+        n, colours = rng.randint(1, MOST), rng.sample(choices, 2)
         places = tuple(sorted(rng.sample(range(CELLS**2), n)))
         if (picture := (*colours, places)) in seen:
             continue
         seen.add(picture)
-        answer = {"number": str(n), "colour": colours[1]}[question]
+        answer = {"number": str(n), "colour": colours[1][0]}[question]
         yield {
             "data_source": "pictures",
-            "prompt": [{"role": "user", "content": f"<image>{QUESTIONS[question]}"}],
+            "prompt": [{"role": "user", "content": f"<image>{text}"}],
             "images": [{"bytes": draw(colours, places), "path": None}],
             "response": answer,
             "reward_model": {"style": "rule", "ground_truth": answer},
