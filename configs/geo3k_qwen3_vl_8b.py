@@ -12,11 +12,11 @@ format.
 
 Mesh: fsdp 8. The rollout has 8 replicas of one GPU.
 
-Memory: the planner's formulas need 62.9 of the 67.7 GiB that rollout.memory_utilization allows,
-with KV pages freed during updates (docs/how_to/vision.md).
+Memory: the compiled plan needs 64.2 of the 67.7 GiB that rollout.memory_utilization allows, with KV
+pages freed during updates (docs/plans/geo3k_qwen3_vl_8b.h100-8.txt).
 
-Minutes and result: not measured yet. By the same formulas a step takes 43 s or more, with prompts
-of 400 tokens and responses of 512 on average.
+Minutes and result: not measured yet. By the plan a step takes 45 s or more, 73 s calibrated, with
+prompts of 400 tokens and responses of 512 on average.
 """
 
 from ml_collections import ConfigDict

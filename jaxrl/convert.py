@@ -17,7 +17,12 @@ import numpy as np
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.files.adapter import check_base_copies, open_adapter, warn_of_other_base
+from jaxrl.models.files.adapter import (
+    check_base_copies,
+    open_adapter,
+    warn_of_other_base,
+    with_adapted_tower,
+)
 from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.hf_save import SaveSettings, convert_model
 from jaxrl.models.files.quantized.scheme import folder_scheme
@@ -44,8 +49,10 @@ def convert(args: argparse.Namespace) -> tuple[DecoderConfig, str]:
     dtype = args.dtype and np.dtype(args.dtype)
     if args.step is None:
         source = resolve_model(args.source)
-        adapter = args.adapter and open_adapter(args.adapter, folder_config(source))
-        if adapter:
+        adapter = None
+        if args.adapter:
+            decoder = with_adapted_tower(args.adapter, folder_config(source), source)
+            adapter = open_adapter(args.adapter, decoder)
             check_base_copies(args.adapter, find_tensors(source))
             warn_of_other_base(args.adapter, f"{args.source} ({source})")
         cfg = convert_model(

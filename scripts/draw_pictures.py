@@ -3,8 +3,8 @@
     python scripts/draw_pictures.py --output=data/pictures
 
 OUTPUT/train.parquet and OUTPUT/val.parquet have rows in verl's schema: a picture of 32 x 32 pixels
-with one to six squares of a colour on another one, and the question how many squares there are, or
-which colour they have (--question=colour). No picture is in both files. Needs the extra `vision`.
+with one to six squares of a colour on another one, and the question how many squares there are. No
+picture is in both files. Needs the extra `vision`.
 """
 
 import argparse
@@ -19,19 +19,17 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 SIZE, CELLS, MOST = 32, 4, 6  # pixels of a side; places for squares on a side; squares
-QUESTIONS = {"number": "How many squares?", "colour": "Which colour are the squares?"}
 COLOURS = ("red", "lime", "blue", "white", "black", "yellow", "cyan", "magenta")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", required=True, help="the folder to write")
-    parser.add_argument("--question", choices=QUESTIONS, default="number", help="what is asked")
     parser.add_argument("--train", type=int, default=4096, help="rows for training")
     parser.add_argument("--val", type=int, default=128, help="rows for validation")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    folder, drawn = Path(args.output), rows(random.Random(args.seed), args.question)
+    folder, drawn = Path(args.output), rows(random.Random(args.seed))
     folder.mkdir(parents=True, exist_ok=True)
     for split, n in (("val", args.val), ("train", args.train)):
         path = folder / f"{split}.parquet"
@@ -39,7 +37,7 @@ def main() -> None:
         print(f"{path}: {n} rows")
 
 
-def rows(rng: random.Random, question: str) -> Iterator[dict[str, Any]]:
+def rows(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Rows without end, of different pictures."""
     seen = set()
     while True:
@@ -48,13 +46,12 @@ def rows(rng: random.Random, question: str) -> Iterator[dict[str, Any]]:
         if (picture := (*colours, places)) in seen:
             continue
         seen.add(picture)
-        answer = {"number": str(n), "colour": colours[1]}[question]
         yield {
             "data_source": "pictures",
-            "prompt": [{"role": "user", "content": f"<image>{QUESTIONS[question]}"}],
+            "prompt": [{"role": "user", "content": "<image>How many squares?"}],
             "images": [{"bytes": draw(colours, places), "path": None}],
-            "response": answer,
-            "reward_model": {"style": "rule", "ground_truth": answer},
+            "response": str(n),
+            "reward_model": {"style": "rule", "ground_truth": str(n)},
         }
 
 

@@ -88,6 +88,8 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_deepseek_v3_lora_h100.h100-64": ("grpo_deepseek_v3_lora_h100", "h100:64", {}),
     "grpo_glm_4_5_air.h100-8": ("grpo_glm_4_5_air", "h100:8", {}),
     "grpo_glm_4_5_air.v5p-2x2x2": ("grpo_glm_4_5_air", "v5p:2x2x2", {}),
+    "geo3k_qwen3_vl_8b.v5p-2x2x2": ("geo3k_qwen3_vl_8b", "v5p:2x2x2", {}),
+    "geo3k_qwen3_5_9b_lora.h100-8": ("geo3k_qwen3_5_9b_lora", "h100:8", STACKED),
 }
 WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     "grpo_7b.v5e-2x4": (
@@ -145,8 +147,6 @@ WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     ),
     "grpo_gpt_oss_120b_h100.h100-64": ("grpo_gpt_oss_120b_h100", "h100:64", {}),
     "geo3k_qwen3_vl_8b.h100-8": ("geo3k_qwen3_vl_8b", "h100:8", STACKED),
-    "geo3k_qwen3_vl_8b.v5p-2x2x2": ("geo3k_qwen3_vl_8b", "v5p:2x2x2", {}),
-    "geo3k_qwen3_5_9b_lora.h100-8": ("geo3k_qwen3_5_9b_lora", "h100:8", STACKED),
 }
 PLANS |= WORKED_PLANS
 GIB = 2**30

@@ -64,6 +64,7 @@ def test_the_plan_of_the_quickstart_matches_the_docs():
                 ("grpo_qwen3_5_35b_a3b_h100.h100-64", "jax_cuda13_plugin"),
                 ("grpo_qwen3_5_35b_a3b_lora.h100-8", "jax_cuda13_plugin"),
                 ("grpo_gpt_oss_120b_h100.h100-64", "jax_cuda13_plugin"),
+                ("geo3k_qwen3_vl_8b.h100-8", "jax_cuda13_plugin"),
                 ("grpo_qwen3_5_9b.v5p-4x4x2", "libtpu"),
                 ("grpo_qwen3_5_9b_h100.h100-8", "jax_cuda13_plugin"),
                 ("grpo_qwen3_5_9b_lora.h100-1", "jax_cuda13_plugin"),

@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 
 from jaxrl import sft
+from jaxrl.config.arguments.convert import read
 from jaxrl.config.resolve import default_config, resolve
+from jaxrl.convert import convert
 from jaxrl.models.files.adapter import PREFIX, WEIGHTS
 from jaxrl.models.files.quantized.tensors import read_tensor
 from jaxrl.models.files.safetensors import read_header
@@ -136,6 +138,26 @@ def test_adapters_of_the_tower_are_merged_and_written_in_pefts_format(config, vl
 
 
 @pytest.mark.thorough
+def test_a_run_starts_from_the_adapters_of_a_tower_and_they_are_merged(config, vlm, tmp_path):
+    """Those of a run that was trained: as its export, in the next run and by jaxrl.convert."""
+    config.lora.rank, config.lora.target_modules = 2, ("q_proj", VISION)
+    config.learner.lr, config.total_steps = 1e-2, 1
+    assert train(resolve(config))
+    first = Path(config.run_dir)
+    arguments = [str(vlm), str(tmp_path / "merged"), f"--adapter={first / 'adapter'}"]
+    convert(read(arguments))
+    assert changed(first / "hf", tmp_path / "merged") == (set(), set())
+    config.lora.path, config.run_dir = str(first / "adapter"), str(tmp_path / "second")
+    config.learner.lr = 0.0
+    assert train(resolve(config))
+    assert changed(first / "hf", tmp_path / "second" / "hf") == (set(), set())
+    config.model.freeze_vision, config.lora.target_modules = "all", ("q_proj",)
+    config.run_dir = str(tmp_path / "third")
+    with pytest.raises(ValueError, match=r"frozen here .*config\.model\.freeze_vision='none'"):
+        train(resolve(config))
+
+
+@pytest.mark.thorough
 def test_rows_and_meshes_give_the_same_steps(supervised, tmp_path):
     losses = []
     for i, (budget, sizes) in enumerate([(256, {}), (128, {}), (128, {"fsdp": 2})]):
@@ -172,7 +194,6 @@ def test_a_resumed_run_continues_with_the_tower_of_its_checkpoint(config, tmp_pa
         ({"algorithm.advantage": "gae"}, "critic.shared=False: a separate critic has no tower"),
         ({"learner.offload": ("policy",)}, "leave out 'policy'"),
         ({"learner.lr_layer_decay": 0.9}, "the blocks of a tower are no layers of it"),
-        ({"lora.rank": 2, "lora.path": "adapter"}, "adapters of a vision tower are not read"),
     ],
     ids=str,
 )

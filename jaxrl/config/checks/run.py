@@ -140,10 +140,6 @@ def _vision_errors(run: RunConfig) -> list[str]:
             run.learner.lr_layer_decay != 1.0,
             "the blocks of a tower are no layers of it; set 1.0, or learner.lr_factors by name",
         ),
-        f"lora.path={run.lora.path!r}": (
-            bool(run.lora.path),
-            "adapters of a vision tower are not read; leave it out, or merge it into the model",
-        ),
     }
     return [
         f"{key} is not supported with {setting}: {why}, or omit model.freeze_vision"

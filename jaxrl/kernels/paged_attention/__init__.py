@@ -46,7 +46,7 @@ def paged_attention(
     `window` > 0 keeps the last `window` keys. Row b's keys are in the pages of `page_table[b]`; the
     query's own key has been written before. A position of -1 is padding and gives zeros. `sinks`
     are one more logit of each head, without a value (kernels/sinks.py). With `ahead`, a query sees
-    the keys up to that position in place of its own: those of its image, which are written, too.
+    the keys up to that position: also the later ones of its image, which have been written.
     `implementation` is config.model.paged_attention; None or "auto" selects by backend and pages.
     """
     attend = choose(

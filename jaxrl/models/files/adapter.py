@@ -44,6 +44,9 @@ from jaxrl.models.files.weight_files import add_once, is_parameter, language_nam
 from jaxrl.models.lora import add_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from jaxrl.models.vision.files import load_whole
+from jaxrl.models.vision.names import common_name, is_of_tower
+from jaxrl.models.vision.tower import tower_specs
+from jaxrl.models.vision.towers import folder_tower, with_trained_tower
 from sharding import Rules, hosts
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -133,9 +136,17 @@ def open_adapter(folder: Path, decoder: DecoderConfig) -> StoredAdapter:
 
     Raises ValueError if it is not an adapter of this decoder.
     """
-    lora, infos = adapter_config(folder), adapter_tensors(folder)
+    lora, infos = adapter_config(folder, decoder), adapter_tensors(folder, decoder)
     check_tensors(decoder_specs(dataclasses.replace(decoder, lora=lora)), infos, folder)
-    return StoredAdapter(lora, {name: stored_tensor(name, info) for name, info in infos.items()})
+    tensors = {name: stored_tensor(name, info) for name, info in infos.items()}
+    return StoredAdapter(lora, tensors, decoder.tower)
+
+
+def with_adapted_tower(folder: Path, decoder: DecoderConfig, source: Path) -> DecoderConfig:
+    """The decoder of the model in `source`, with its tower if the adapter changes that."""
+    if any(map(is_of_tower, _all_tensors(folder))):
+        return with_trained_tower(decoder, folder_tower(source), "none")
+    return decoder
 
 
 def warn_of_other_base(folder: Path, base: str) -> None:
@@ -164,13 +175,17 @@ def write_weights(path: Path, tensors: list[Tensor]) -> None:
     write_tensors(path, layout, (tensor.read() for tensor in tensors))
 
 
-def adapter_config(folder: Path) -> LoRA:
-    """The adapters that a folder holds. Raises ValueError for those that cannot be read."""
+def adapter_config(folder: Path, decoder: DecoderConfig | None = None) -> LoRA:
+    """The adapters that a folder holds. Raises ValueError for those that cannot be read.
+
+    Layers of a vision tower may have some if the tower is a part of the `decoder`.
+    """
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"there is no {CONFIG} in {folder}; {ADVICE}")
     config = read_object(path, ADVICE)
-    modules = {name.partition(".lora_")[0] for name in adapter_tensors(folder) if is_adapter(name)}
+    names = filter(is_adapter, adapter_tensors(folder, decoder))
+    modules = {name.partition(".lora_")[0] for name in names}
     try:
         return read_peft_config(config, modules)
     except ValueError as error:
@@ -183,7 +198,7 @@ def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -
     Raises the errors of `check_adapter`.
     """
     check_adapter(folder, model.cfg)
-    tensors, specs = adapter_tensors(folder), decoder_specs(model.cfg)
+    tensors, specs = adapter_tensors(folder, model.cfg), decoder_specs(model.cfg)
     warn_of_unused_head(folder, tensors, model.cfg)
     mesh = jax.sharding.get_mesh()
 
@@ -212,7 +227,7 @@ def check_adapter(folder: Path, decoder: DecoderConfig) -> None:
 
     Rank, scale and layers must be those of the decoder's adapters, and the tensors must fit.
     """
-    found, lora = adapter_config(folder), decoder.lora
+    found, lora = adapter_config(folder, decoder), decoder.lora
     assert lora is not None
     wanted = dataclasses.replace(lora, targets=tuple(sorted(lora.targets)))
     if found != wanted:
@@ -223,15 +238,41 @@ def check_adapter(folder: Path, decoder: DecoderConfig) -> None:
             f"the adapter in {folder} has {', '.join(lines)}; set config.lora.rank, .alpha, "
             ".rslora, .dora and .target_modules to those of the adapter"
         )
-    check_tensors(decoder_specs(decoder), adapter_tensors(folder), folder)
+    check_tensors(decoder_specs(decoder), adapter_tensors(folder, decoder), folder)
 
 
-def adapter_tensors(folder: Path) -> dict[str, TensorInfo]:
+def adapter_tensors(folder: Path, decoder: DecoderConfig | None = None) -> dict[str, TensorInfo]:
     """The tensors of an adapter, by the names that their layers have in the base model.
 
-    Without copies of base weights.
+    Without copies of base weights. Raises ValueError for tensors of parts that are frozen: of a
+    vision tower unless it is a part of the `decoder`.
     """
-    return {name: i for name, i in _all_tensors(folder).items() if name not in BASE_COPIES}
+    own, found, others = _tower_modules(decoder), {}, []
+    for name, info in _all_tensors(folder).items():
+        if is_of_tower(name) and own:
+            module, part, rest = name.partition(".lora_")
+            found[f"{own.get(common_name(module), module)}{part}{rest}"] = info
+        elif not is_parameter(name):
+            others.append(name)
+        elif name not in BASE_COPIES:
+            found[name] = info
+    if others:
+        raise ValueError(
+            f"the adapter in {folder} changes layers outside of the language model, which are "
+            f"frozen here ({len(others)} tensors: {shown(sorted(others), 2)}); train all of them "
+            "with config.model.freeze_vision='none' and data.images=True, train it with the layers "
+            f"of the language model only (in PEFT: exclude_modules={EXCLUDED!r}), or {REMEDY}"
+        )
+    return found
+
+
+def _tower_modules(decoder: DecoderConfig | None) -> dict[str, str]:
+    """The names of the layers of the decoder's tower, by their common names."""
+    if decoder is None or decoder.tower is None:
+        return {}
+    specs = jax.tree.leaves(tower_specs(dataclasses.replace(decoder.tower, lora=None)))
+    modules = [name.removesuffix(".weight") for spec in specs for name in hf_names(spec)]
+    return {common_name(name): name for name in modules}
 
 
 def check_base_copies(folder: Path, base: Mapping[str, FileTensor]) -> None:
@@ -254,12 +295,6 @@ def _all_tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for stored, info in read_header(folder / WEIGHTS).items():
         add_once(tensors, language_name(stored.removeprefix(PREFIX)), info)
-    if others := sorted(name for name in tensors if not is_parameter(name)):
-        raise ValueError(
-            f"the adapter in {folder} changes layers outside of the language model, which are "
-            f"frozen here ({len(others)} tensors: {shown(others, 2)}); train it with the layers of "
-            f"the language model only (in PEFT: exclude_modules={EXCLUDED!r}), or {REMEDY}"
-        )
     return tensors
 
 

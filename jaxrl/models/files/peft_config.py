@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxrl.models.config import LoRA, target_name
-from jaxrl.models.vision.names import is_of_tower
+from jaxrl.models.vision.names import is_of_tower, without_number
 
 TASKS = {"vocab": "CAUSAL_LM", "score": "SEQ_CLS"}
 READ = (
@@ -130,9 +130,14 @@ def target_names(config: Mapping[str, Any], modules: Collection[str]) -> tuple[s
     # A name such as gate_proj may be that of experts, of a shared expert, or of both.
     by_part: dict[str, set[str]] = {}
     for module in modules:
-        by_part.setdefault(module.rpartition(".")[2], set()).add(target_name(module))
-    found = (by_part.get(name.rpartition(".")[2], {target_name(name)}) for name in names)
+        by_part.setdefault(module.rpartition(".")[2], set()).add(_layer_name(module))
+    found = (by_part.get(name.rpartition(".")[2], {_layer_name(name)}) for name in names)
     return tuple(sorted(set().union(*found)))
+
+
+def _layer_name(module: str) -> str:
+    """The name by which adapters choose a layer: of a vision tower the one in all blocks."""
+    return without_number(module) if is_of_tower(module) else target_name(module)
 
 
 def is_list_of_names(value: Any) -> bool:

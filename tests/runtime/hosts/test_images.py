@@ -20,9 +20,11 @@ def config(image_config):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("freeze", "engines"), [("all", "process"), ("none", "process")])
+@pytest.mark.parametrize(
+    ("freeze", "engines"), [("all", "process"), ("none", "process"), ("all", "mesh")]
+)
 def test_two_processes_give_the_numbers_of_one(start_group, config, tmp_path, freeze, engines):
-    """Each process computes the features of its own prompts, by a tower that follows training's."""
+    """With an engine in each, a process has its tower, which follows training's."""
     config.model.freeze_vision = freeze
     config.eval.every = 1
     start_group(config, n=1, n_devices=2).finish()
