@@ -155,6 +155,7 @@ ENVIRONMENTS = (
     "guess_number",
     "gymnasium",
     "mcp",
+    "openenv",
     "retry",
 )
 TOOL_FORMATS = (
