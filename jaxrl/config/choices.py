@@ -157,6 +157,7 @@ ENVIRONMENTS = (
     "guess_number",
     "gymnasium",
     "mcp",
+    "openenv",
     "retry",
 )
 TOOL_FORMATS = (

@@ -30,6 +30,7 @@ BUILT_IN = {
     "guess_number": "jaxrl.environments.builtin.guess_number:GuessNumber",
     "gymnasium": "jaxrl.environments.builtin.gymnasium:TextGame",
     "mcp": "jaxrl.environments.builtin.mcp:McpTools",
+    "openenv": "jaxrl.environments.builtin.openenv:OpenEnv",
     "retry": "jaxrl.environments.builtin.retry:Retry",
 }
 

@@ -7,7 +7,7 @@ trainer/phases/trajectories.py is left out.
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxrl.report.record import as_float, cut, step_of
 
@@ -176,5 +176,5 @@ def as_text(value: Any) -> str:
     return cut(value if isinstance(value, str) else json.dumps(value), MAX_TEXT_CHARS)
 
 
-def _is_list(value: Any, kind: type) -> bool:
+def _is_list(value: Any, kind: type) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and all(isinstance(one, kind) for one in value)

@@ -273,14 +273,20 @@ WRONG = [
         dict(env__name="calculator", env__agent="a.py:f", reward__functions=("environment",)),
         "env.name='calculator' and env.agent='a.py:f' are 2 kinds of episodes",
     ),
-    (dict(env__episode_timeout_s=5.0), "env.agent and env.command are empty; set one of them"),
+    (
+        dict(env__episode_timeout_s=5.0),
+        "env.agent, env.command and env.verifiers are empty; set one of them",
+    ),
     (
         dict(env__agent="a.py:f", env__command="agent"),
         "env.agent='a.py:f' and env.command='agent' are 2 kinds of episodes",
     ),
     (dict(env__command="agent 'open"), "has an open quote"),
     (dict(env__command="agent {url}"), "env.command has {url}", "{base_url}, {api_key}"),
-    (dict(reward__functions=("environment",)), "env.name, env.agent and env.command are empty"),
+    (
+        dict(reward__functions=("environment",)),
+        "env.name, env.agent, env.command, env.verifiers are empty",
+    ),
     (dict(eval__k=(1, 2)), "eval.k=(1, 2) includes pass@2", "eval.n=1", "at least 2"),
     (dict(algorithm__kl="full"), "kl='full'", "kl_coef=0", "above 0"),
     (dict(algorithm__kl="full", algorithm__kl_coef=0.1, algorithm__kl_in="reward"), "kl_in='loss'"),
