@@ -37,7 +37,7 @@ EVERY_RESPONSE_ADVANTAGE = (
 REFUSED = [
     ("policy_loss", RESPONSE_LOSSES, "advantage", ("gae", "reinforce_plus_plus", "distill")),
     ("kl", ("k1",), "kl_in", ("loss",)),
-    ("kl", ("abs", "k2", "k3", "k3_unbiased", "full"), "kl_in", ("reward",)),
+    ("kl", ("abs", "k2", "k3", "k3_unbiased", "full", "jsd"), "kl_in", ("reward",)),
     ("kl", ("abs+", "k2+", "k3+", "full+"), "kl_in", ("reward",)),
     # one needs rewards of 0 or more, the other reads each reward apart; k1 has no other place
     ("advantage", ("max_rl", "gdpo"), "kl_in", ("reward",)),
