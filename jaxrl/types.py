@@ -159,6 +159,7 @@ class Reward:
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # score per reward function
     error: str = ""  # why a reward function failed; "" if none did
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # summed over a step
+    feedback: str = ""  # text of the reward functions, for a self-distillation teacher
 
 
 @dataclasses.dataclass(frozen=True)

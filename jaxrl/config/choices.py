@@ -79,7 +79,7 @@ PART_TOKENS = ("observations", "demonstrations")  # of algorithm.parts
 PART_AGGREGATIONS = tuple(
     name for name in AGGREGATIONS if name != "token_sum"
 )  # with a denominator
-TEACHER_CONTEXTS = ("demonstration", "solution")  # of self_distillation.context
+TEACHER_CONTEXTS = ("demonstration", "solution", "feedback")  # of self_distillation.context
 SELF_TEACHERS = ("reference", "policy")
 KLS = (
     *("k1", "abs", "k2", "k3", "k3_unbiased", "full", "jsd"),

@@ -89,7 +89,7 @@ class RewardPool:
 
         The value is the weighted sum of the functions. `parts` has the score of each function by
         name, and its further numbers as "name/key"; `counts` has what it counts, also where it
-        failed. If a function raises, hangs, kills its process
+        failed; `feedback` the texts of all. If a function raises, hangs, kills its process
         or does not return a finite number, the value is cfg.error_value and `error` has the reason.
 
         Functions get verl's or TRL's arguments. extra_info has the prompt's `extra`, "finish" (as
@@ -189,6 +189,7 @@ class RewardPool:
         parts: dict[str, float] = {}
         counts: dict[str, float] = {}
         errors: list[str] = []
+        feedback = "\n\n".join(r.feedback for r in results if r.feedback.strip())
         for name, result in zip(self.names, results, strict=True):
             counts |= {f"{name}/{key}": value for key, value in result.counts.items()}
             if result.error:
@@ -204,7 +205,7 @@ class RewardPool:
         if not is_score(reward):  # the scores are not, but their weighted sum is
             errors.append(f"the sum {reward:g} of the rewards is beyond the range of float32")
             reward = self._cfg.error_value
-        return Reward(float(reward), parts, "; ".join(errors), counts)
+        return Reward(float(reward), parts, "; ".join(errors), counts, feedback)
 
 
 def single_arguments(

@@ -7,7 +7,8 @@ from jaxrl.config.keys import RunConfig, SelfDistillationConfig
 # The keys that belong to one context each.
 OF_CONTEXT = {
     "demonstration": ("demonstration", "demonstration_template"),
-    "solution": ("success_reward", "own_solution", "remove_thinking", "solution_template"),
+    "solution": ("own_solution", "remove_thinking", "solution_template"),
+    "feedback": ("feedback_with_solution", "feedback_template"),
 }
 
 
