@@ -165,6 +165,7 @@ class Reward:
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # score per reward function
     error: str = ""  # why a reward function failed; "" if none did
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # summed over a step
+    feedback: str = ""  # text of the reward functions, for a self-distillation teacher
     seconds: float = dataclasses.field(default=0.0, compare=False)  # of the slowest function
 
 
@@ -200,6 +201,14 @@ class Demonstration:
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherTokens:
+    """The most likely ids of a teacher at every response token."""
+
+    ids: np.ndarray  # int32 [response_len, k]
+    logp: np.ndarray  # float32 [response_len, k], under the teacher; 0 outside the loss mask
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingSample:
     """One sequence with everything that the loss needs. Packing turns samples into a `Batch`.
 
@@ -228,6 +237,7 @@ class TrainingSample:
     # 1 + its index in algorithm.parts; 0 = none
     parts: np.ndarray | None = None
     teacher_prompt: np.ndarray | None = None  # int32, what a self-distillation teacher reads first
+    teacher: TeacherTokens | None = None  # None: no teacher has read the response
     truncated: bool = False  # cut off at the token limit
     group: int = 0  # index of the prompt in the step; the samples of a group are adjacent
     prompt_id: int = 0  # for error messages
@@ -248,6 +258,15 @@ class TrainingSample:
         The samples of an episode share it in proportion to their loss tokens.
         """
         return self.n_loss_tokens / self.episode_loss_tokens if self.episode_loss_tokens else 1.0
+
+
+@struct.dataclass
+class TeacherBatch:
+    """`TeacherTokens` of packed sequences."""
+
+    ids: Array  # int32 [B, T, k]
+    logp: Array  # float32 [B, T, k]
+    known: Array  # float32 [B, T], 1 at the responses that a teacher has read
 
 
 @struct.dataclass
@@ -285,6 +304,7 @@ class Batch:
     images: Any = None
     axis_positions: Any = None  # int32 [B, T, 3], positions of M-RoPE; None: those of `positions`
     parts: Any = None  # int32 [B, T], as TrainingSample.parts; None: no further parts
+    teacher: Any = None  # TeacherBatch; None: no teacher is compared by its most likely ids
 
 
 @struct.dataclass

@@ -13,6 +13,7 @@ Gradients, if the estimator is differentiated as a loss (kl_in = "loss"), are an
 | k3 | 1 - exp(-d) | the gradient of the forward KL(reference, policy) |
 | k3_unbiased | r (k3 + 1 - exp(-d)) | the gradient of KL(policy, reference), also off policy |
 | full | exact | the gradient of KL(policy, reference), without sampling noise |
+| jsd | exact | that of a divergence between KL(reference, policy) and KL(policy, reference) |
 | name+ | d, as k2 | the gradient of KL(policy, reference) |
 
 A name with "+" has the value of the estimator and the gradient of k2 (straight-through): it reports
@@ -23,7 +24,7 @@ In the reward (kl_in = "reward") the policy gradient is E[value ∇ logp]. The g
 KL(policy, reference) is E[d ∇ logp], so k1 is right there and jaxrl/config refuses all others: near
 the reference k2 and k3 are of second order in d, and their gradient vanishes.
 
-`full` needs both distributions over the whole vocabulary, which kernels/logprob computes
+`full` and `jsd` need both distributions over the whole vocabulary, which kernels/logprob computes
 (`exact_kl`).
 """
 
@@ -102,6 +103,14 @@ def full(exact_kl: Float[Array, "B T"]) -> Float[Array, "B T"]:
     return exact_kl
 
 
+def jsd(exact_kl: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """The generalised Jensen-Shannon divergence over the vocabulary, of `algorithm.kl_beta`.
+
+    GKD, eq. 1 (https://arxiv.org/abs/2306.13649); kernels/logprob/divergence.py has its terms.
+    """
+    return exact_kl
+
+
 def full_plus(
     exact_kl: Float[Array, "B T"], logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
@@ -125,6 +134,7 @@ KL_ESTIMATORS = {
     "k3": KLEstimator(k3),
     "k3_unbiased": KLEstimator(k3_unbiased, ("log_ratio", "logp", "ref_logp")),
     "full": KLEstimator(full, ("exact_kl",)),
+    "jsd": KLEstimator(jsd, ("exact_kl",)),
     "k1+": KLEstimator(k1_plus),
     "abs+": KLEstimator(absolute_plus),
     "k2+": KLEstimator(k2),

@@ -85,10 +85,13 @@ PART_TOKENS = ("observations", "demonstrations")  # of algorithm.parts
 PART_AGGREGATIONS = tuple(
     name for name in AGGREGATIONS if name != "token_sum"
 )  # with a denominator
-TEACHER_CONTEXTS = ("demonstration", "solution")  # of self_distillation.context
+TEACHER_CONTEXTS = ("demonstration", "solution", "feedback")  # of self_distillation.context
 SELF_TEACHERS = ("reference", "policy")
-KLS = ("k1", "abs", "k2", "k3", "k3_unbiased", "full", "k1+", "abs+", "k2+", "k3+", "full+")
-FULL_KLS = ("full", "full+")  # over the whole vocabulary
+KLS = (
+    *("k1", "abs", "k2", "k3", "k3_unbiased", "full", "jsd"),
+    *("k1+", "abs+", "k2+", "k3+", "full+"),
+)
+FULL_KLS = ("full", "jsd", "full+")  # over the whole vocabulary
 KL_PLACES = ("loss", "reward")
 CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop", "seq_icepop")
 MASKING_CORRECTIONS = ("icepop", "seq_icepop")  # weight 0 outside of two bounds

@@ -36,7 +36,7 @@ from jaxrl.data.rows import (
     visibility,
 )
 from jaxrl.data.support import pack_sets
-from jaxrl.types import Batch, TrainingSample
+from jaxrl.types import Batch, TeacherBatch, TrainingSample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +152,8 @@ def shared_fraction(packed: Sequence[Packed]) -> float:
 
 
 def gather(
-    arrays: Sequence[Shaped[np.ndarray, "_ _"]], packed: Sequence[Packed]
-) -> list[Shaped[np.ndarray, " _"]]:
+    arrays: Sequence[Shaped[np.ndarray, "_ _ ..."]], packed: Sequence[Packed]
+) -> list[Shaped[np.ndarray, "_ ..."]]:
     """Converts one [B, T] result per micro-batch to one array [response_len] per sample."""
     found = {
         span.item: array[span.row, span.start : span.start + span.length]
@@ -282,6 +282,8 @@ def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ra
         )
         if any(samples[i].parts is not None for i in items):
             batch = dataclasses.replace(batch, parts=_pack_parts(samples, spans, batch))
+        if k := max((_n_ids(samples[i]) for i in items), default=0):
+            batch = dataclasses.replace(batch, teacher=_pack_teacher(samples, spans, batch, k))
         packed.append(Packed(batch, spans))
     return packed
 
@@ -293,6 +295,30 @@ def _pack_parts(samples, spans: Sequence[Span], batch: Batch) -> Int[np.ndarray,
         if (found := samples[span.item].parts) is not None:
             parts[span.row, span.start : span.start + span.length] = found
     return parts
+
+
+def _n_ids(sample: TrainingSample) -> int:
+    return 0 if sample.teacher is None else sample.teacher.ids.shape[1]
+
+
+def _pack_teacher(samples, spans: Sequence[Span], batch: Batch, k: int) -> TeacherBatch:
+    """The ids and logprobs of a teacher at the targets of a micro-batch."""
+    packed = empty_teacher(batch.tokens.shape, k)
+    for span in spans:
+        if (found := samples[span.item].teacher) is not None:
+            place = span.row, slice(span.start, span.start + span.length)
+            packed.ids[place], packed.logp[place] = found.ids, found.logp
+            packed.known[place] = samples[span.item].loss_mask
+    return packed
+
+
+def empty_teacher(shape: tuple[int, ...], k: int) -> TeacherBatch:
+    """A batch that no teacher has read."""
+    return TeacherBatch(
+        ids=np.zeros((*shape, k), np.int32),
+        logp=np.zeros((*shape, k), np.float32),
+        known=np.zeros(shape, np.float32),
+    )
 
 
 def _segment_ids(row: np.ndarray, start: np.ndarray) -> np.ndarray:

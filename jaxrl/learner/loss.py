@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.kernels.logprob import TokenScores, token_scores
+from jaxrl.kernels.logprob import TokenScores, token_scores, top_k_logp
+from jaxrl.kernels.logprob.divergence import of_top_k
 from jaxrl.learner.policy_objective import (
     Coefs,
     LossSums,
@@ -57,6 +58,22 @@ def score_and_record(
     model = recording(params)
     logp, entropy, load = _target_scores(model, batch, cfg=cfg, rules=rules, remat="none")
     return logp, entropy, recorded(load, expert_dtype(params.cfg))
+
+
+@jax.named_scope("score")
+def score_top_k(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> tuple[Integer[Array, "B T k"], Float[Array, "B T k"]]:
+    """(ids, logprobs) of the algorithm.kl_top_k most likely tokens in place of each target."""
+    hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")
+    return top_k_logp(
+        hidden,
+        params.unembed,
+        cfg.algorithm.kl_top_k,
+        change=params.head_change(hidden, rules),
+        mask=batch.mask,
+        **_head(params, cfg, rules),
+    )
 
 
 def _target_scores(
@@ -126,15 +143,24 @@ def policy_objective(
     The parts of algorithm.parts are added. A shared critic adds loss_coef times the value loss.
     Only a KL over the vocabulary needs `ref`.
     """
-    scores = _scorer(params, hidden, batch, cfg=cfg, rules=rules)(ref=ref)
+    beta = cfg.algorithm.divergence_beta
+    scorer = _scorer(params, hidden, batch, cfg=cfg, rules=rules)
+    if (teacher := batch.teacher) is None:
+        scores = scorer(ref=ref, beta=beta)
+    else:
+        scores = scorer(ids=teacher.ids)
+        assert scores.of_ids is not None
+        compared = teacher.known * of_top_k(scores.of_ids, teacher.logp, beta)
+        scores = scores._replace(kl=compared, of_ids=None)
     values = params.scores(hidden, rules) if cfg.critic.shared else None
     restricted = batch.support is not None
-    per_token = scores, values, dataclasses.replace(_without_images(batch), support=None)
+    plain = dataclasses.replace(_without_images(batch), support=None, teacher=None)
+    per_token = scores, values, plain
     scores, values, batch = jax.tree.map(lambda rows: unshuffle(rows, rules), per_token)
     loss, sums = token_loss_sums(
         scores.logp,
         scores.entropy,
-        scores.kl if full_kl_in_loss(cfg) else None,
+        scores.kl if full_kl_in_loss(cfg) or teacher is not None else None,
         batch,
         coefs,
         cfg=cfg,

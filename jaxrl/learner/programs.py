@@ -69,6 +69,7 @@ class TrainingProgram:
     routing: tuple[int, int] | None = None  # shape of a token's experts; None: they read none
     encoder: BatchImages | None = None  # adds images to micro-batches; None: they read none
     has_parts: bool = False  # whether they read the parts of the objective
+    n_ids: int = 0  # ids of a teacher that they read at each token
     on_mesh: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     with_pages: bool = False  # runs while the engine has its KV pages
 
@@ -102,6 +103,7 @@ class TrainingProgram:
                 routing=self.routing,
                 encoder=self.encoder,
                 has_parts=self.has_parts,
+                n_ids=self.n_ids,
             )
             found = [self.lower(one) for one in with_images(batch, self.rules, self.encoder)]
         return [
@@ -189,6 +191,7 @@ def _policy_update(models: TrainingModels) -> TrainingProgram:
         routing=models.update.routing(models.state.params),
         encoder=models.update.encoder,
         has_parts=models.update.has_parts,
+        n_ids=models.update.n_ids,
     )
 
 
@@ -341,6 +344,7 @@ def abstract_batch(
     routing: tuple[int, int] | None = None,
     encoder: BatchImages | None = None,
     has_parts: bool = False,
+    n_ids: int = 0,
 ) -> Batch:
     """A micro-batch on the current mesh, without images; the arguments are as in `put_batch`."""
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
@@ -351,7 +355,7 @@ def abstract_batch(
     batch = empty_batch(1, row_len)
     if encoder is not None:
         batch = dataclasses.replace(batch, axis_positions=encoder.axis_positions(batch))
-    return jax.tree.map(abstract, for_device(batch, n_vocab, routing, has_parts))
+    return jax.tree.map(abstract, for_device(batch, n_vocab, routing, has_parts, n_ids))
 
 
 def with_images(batch: Batch, rules: Rules, encoder: BatchImages | None) -> list[Batch]:

@@ -79,6 +79,8 @@ def full_kl_in_loss(cfg: RunConfig) -> bool:
     """
     if not needs_ref(cfg) or "exact_kl" not in _kl_estimator(cfg).inputs:
         return False
+    if cfg.algorithm.kl_top_k:  # the teacher scores before the update
+        return False
     if cfg.algorithm.kl_in != "loss":
         raise ValueError(
             f"config.algorithm.kl = {cfg.algorithm.kl_estimator!r} is a loss, but kl_in = "
@@ -87,8 +89,20 @@ def full_kl_in_loss(cfg: RunConfig) -> bool:
     return True
 
 
+def teacher_top_k(cfg: RunConfig) -> int:
+    """Number of the reference's most likely ids that the loss compares; 0 = it compares no ids."""
+    return cfg.algorithm.kl_top_k if kl_in_loss(cfg.algorithm) else 0
+
+
+def needs_ref_scores(cfg: RunConfig) -> bool:
+    """Whether the reference scores tokens before the updates of a step."""
+    return needs_ref_logp(cfg) or bool(teacher_top_k(cfg))
+
+
 def needs_ref_logp(cfg: RunConfig) -> bool:
     """Whether Batch.ref_logp must be scored with the reference model."""
+    if teacher_top_k(cfg):
+        return False
     if full_kl_in_loss(cfg):
         return "ref_logp" in _kl_estimator(cfg).inputs
     return needs_ref(cfg)

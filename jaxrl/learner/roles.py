@@ -14,7 +14,7 @@ from jaxrl.learner.critic import Critic, ValueScorer, make_critic, shared_value_
 from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.image_patches import TowerInputs
 from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
-from jaxrl.learner.requirements import shares_base
+from jaxrl.learner.requirements import shares_base, teacher_top_k
 from jaxrl.learner.scorer import Scorer
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import Update, make_update, make_value_update
@@ -122,9 +122,16 @@ def make_scorers(
     if cfg.algorithm.teacher:
         ref_decoder = for_platform(cfg, backbones["teacher"], target_platform())[1]
     differs = cfg.ref != cfg.score or ref_decoder != decoder or decoder.tower is not None
-    if differs or restricted or cfg.learner.replays:
+    most_likely = bool(teacher_top_k(cfg))
+    if differs or restricted or cfg.learner.replays or most_likely:
         ref_layout = role_layout(cfg, "ref", ref_decoder, dtype)
         if encoder is not None and decoder.tower is not None:
             encoder = encoder.another(None if shares_base(cfg) else ref_layout)
-        ref_scorer = make(ref_layout, cfg.ref, of_training=shares_base(cfg), encoder=encoder)
+        ref_scorer = make(
+            ref_layout,
+            cfg.ref,
+            of_training=shares_base(cfg),
+            encoder=encoder,
+            most_likely=most_likely,
+        )
     return scorer, ref_scorer, ref_decoder

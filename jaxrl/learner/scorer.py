@@ -15,7 +15,7 @@ from jaxrl.data.routing import all_experts, join_packed_experts
 from jaxrl.data.support import join_packed
 from jaxrl.layout import Layout, training_rules
 from jaxrl.learner.image_encoder import ImageEncoder
-from jaxrl.learner.step import call_queue, make_score, put_batch, take_tokens
+from jaxrl.learner.step import call_queue, make_score, make_top_k, put_batch, take_tokens
 from jaxrl.models.router_replay import routing_shape
 from jaxrl.runtime.flat_program import flatten
 from jaxrl.types import Batch, Tree
@@ -34,18 +34,24 @@ class Scorer:
         of_training: bool = False,
         replay: str = "off",
         encoder: ImageEncoder | None = None,
+        most_likely: bool = False,
     ):
         """`restricted`: under the supports of the batches.
 
         `of_training`: all parameters are given in training's layout; calls reshard them. `replay`
         is learner.router_replay, for the policy: it records experts (R2) or gets them (R3).
-        `encoder` has the features of images.
+        `encoder` has the features of images. `most_likely`: scores the most likely ids in place of
+        the targets.
         """
         self.layout, self.restricted, self.of_training = layout, restricted, of_training
         self.encoder = encoder
         self.records, self.replays = replay == "R2", replay == "R3"
         self.keeps_entropy = cfg.algorithm.top_entropy < 1.0
-        self.score = make_score(cfg, layout.rules, records=self.records)
+        self.most_likely = most_likely
+        if most_likely:
+            self.score = make_top_k(cfg, layout.rules)
+        else:
+            self.score = make_score(cfg, layout.rules, records=self.records)
         self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
         self.n_least = micro_batches_per_call(cfg, layout)
 
@@ -63,6 +69,15 @@ class Scorer:
         called before each device call.
         """
         return [logp for logp, *_ in self._scores(params, batches, on_batch)]
+
+    def top_k(
+        self,
+        params: Tree,
+        batches: Sequence[Batch],
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[tuple[np.ndarray, ...]]:
+        """(ids, logprobs) [B, T, k] of each micro-batch, if the scorer is one of `most_likely`."""
+        return self._scores(params, batches, on_batch)
 
     def with_old_logp(
         self,
@@ -127,8 +142,9 @@ class Scorer:
                     joined = join_batches([*(batches[i] for i in group), *padding])
                     calls.make_room()
                     on_batch()
-                    logp, entropy, *experts = self.score(flat, put(joined))
-                    kept = [logp, *([entropy] if self.keeps_entropy else []), *experts]
+                    first, second, *experts = self.score(flat, put(joined))
+                    keeps_second = self.most_likely or self.keeps_entropy
+                    kept = [first, *([second] if keeps_second else []), *experts]
                     calls.add(functools.partial(read, group, n_joined, kept))
         return [found[i] for i in range(len(batches))]
 
@@ -149,6 +165,7 @@ class Scorer:
 def join_batches(parts: Sequence[Batch]) -> Batch:
     """Host batches of one shape as one batch, with the rows of the first one first."""
     other = dict(support=None, experts=None, images=None, axis_positions=None, parts=None)
+    other["teacher"] = None
     plain = [dataclasses.replace(part, **other) for part in parts]
     joined, size = jax.tree.map(lambda *rows: np.concatenate(rows), *plain), parts[0].tokens.size
     return dataclasses.replace(

@@ -13,6 +13,7 @@ from flax import struct
 
 import sharding
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.packing import empty_teacher
 from jaxrl.data.routing import to_array
 from jaxrl.data.support import to_bits
 from jaxrl.learner.host_gradients import add_gradients
@@ -24,12 +25,13 @@ from jaxrl.learner.loss import (
     policy_objective,
     score_and_record,
     score_tokens,
+    score_top_k,
     score_values,
     value_objective,
 )
 from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.policy_objective import Coefs, LossSums, zero_sums
-from jaxrl.learner.requirements import adapts_coefs
+from jaxrl.learner.requirements import adapts_coefs, teacher_top_k
 from jaxrl.learner.router import (
     Balance,
     correction_places,
@@ -72,20 +74,22 @@ def put_batch(
     routing: tuple[int, int] | None = None,
     encoder: BatchImages | None = None,
     has_parts: bool = False,
+    n_ids: int = 0,
 ) -> Batch:
     """Puts a host batch onto the mesh, rows sharded over the data-parallel axes.
 
     Tokens are in the order of the rules (zig-zag for ring attention). Every process passes the
     whole batch. The supports become bitsets of `n_vocab` ids, or are left out if it is 0; the
     experts become arrays of the shape `routing` per token, or are left out without one. The parts
-    of the objective are left out without `has_parts`. With an `encoder` the batch has features or
-    patches of images, all zero where it has none.
+    of the objective are left out without `has_parts`, the `n_ids` ids of a teacher if it is 0. With
+    an `encoder` the batch has features or patches of images, all zero where it has none.
     """
     check_images(batch, encoder)
     if encoder is None:
-        return sharding.put_batch(for_device(batch, n_vocab, routing, has_parts), rules)
+        return sharding.put_batch(for_device(batch, n_vocab, routing, has_parts, n_ids), rules)
     batch = encoder.put(batch, rules)
-    rest = for_device(dataclasses.replace(batch, images=None), n_vocab, routing, has_parts)
+    rest = dataclasses.replace(batch, images=None)
+    rest = for_device(rest, n_vocab, routing, has_parts, n_ids)
     return dataclasses.replace(sharding.put_batch(rest, rules), images=batch.images)
 
 
@@ -103,8 +107,9 @@ def for_device(
     n_vocab: int = 0,
     routing: tuple[int, int] | None = None,
     has_parts: bool = False,
+    n_ids: int = 0,
 ) -> Batch:
-    """A host batch whose supports, experts and parts are arrays, as in `put_batch`."""
+    """A host batch whose optional fields are arrays or None, as in `put_batch`."""
     shape = batch.tokens.shape
     parts = np.zeros(shape, np.int32) if batch.parts is None else batch.parts
     return dataclasses.replace(
@@ -112,6 +117,7 @@ def for_device(
         support=to_bits(batch.support, shape, n_vocab) if n_vocab else None,
         experts=to_array(batch.experts, shape, routing) if routing else None,
         parts=parts if has_parts else None,
+        teacher=(batch.teacher or empty_teacher(shape, n_ids)) if n_ids else None,
     )
 
 
@@ -125,7 +131,15 @@ def make_score(cfg: RunConfig, rules: Rules, *, records: bool = False) -> FlatPr
 
     With `records`, also the experts [B, T, L, k]. `take_tokens` brings the results to the host.
     """
-    score = score_and_record if records else score_tokens
+    return _score_program(score_and_record if records else score_tokens, cfg, rules)
+
+
+def make_top_k(cfg: RunConfig, rules: Rules) -> FlatProgram:
+    """Compiled top_k(params, batch) -> (ids, logp) [B, T, k] before the targets."""
+    return _score_program(score_top_k, cfg, rules)
+
+
+def _score_program(score: Callable[..., Any], cfg: RunConfig, rules: Rules) -> FlatProgram:
     return FlatProgram(
         functools.partial(score, cfg=cfg, rules=rules), compiler_options=_options(cfg)
     )
@@ -175,8 +189,13 @@ class Update:
         self._restricts = cfg.algorithm.keep_sampling_mask
         # A critic's loss has no further parts.
         self.has_parts = objective is policy_objective and bool(cfg.algorithm.parts)
+        self.n_ids = teacher_top_k(cfg) if objective is policy_objective else 0
         self.put = functools.partial(
-            put_batch, rules=rules, encoder=encoder, has_parts=self.has_parts
+            put_batch,
+            rules=rules,
+            encoder=encoder,
+            has_parts=self.has_parts,
+            n_ids=self.n_ids,
         )
         # Changing coefficients are array arguments: as constants they would recompile every step.
         self._adapts = adapts_coefs(cfg)

@@ -33,7 +33,7 @@ from jaxrl.learner.programs import (
 )
 from jaxrl.learner.requirements import (
     needs_policy_logp,
-    needs_ref_logp,
+    needs_ref_scores,
     shares_base,
 )
 from jaxrl.learner.roles import make_learner
@@ -212,7 +212,7 @@ def _models(
         learner.abstract,
         ref_params,
         scores_policy=needs_policy_logp(cfg) if workload is None else workload.scores_policy,
-        scores_reference=needs_ref_logp(cfg) if workload is None else workload.has_reference,
+        scores_reference=needs_ref_scores(cfg) if workload is None else workload.has_reference,
     )
     if cfg.reward_model.path:
         models.reward_scorer, shape = reward_model_scorer(cfg, roles["reward_model"], dtype)

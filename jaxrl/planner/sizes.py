@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.engine.device.kv_pool import window_page_counts
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
-from jaxrl.learner.requirements import needs_policy_logp, needs_ref, needs_ref_logp, shares_base
+from jaxrl.learner.requirements import needs_policy_logp, needs_ref, needs_ref_scores, shares_base
 from jaxrl.learner.state import init_opt_state
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def scores_reference(self) -> bool:
-        return self.workload.has_reference if self.workload else needs_ref_logp(self.cfg)
+        return self.workload.has_reference if self.workload else needs_ref_scores(self.cfg)
 
     @property
     def keeps_reference(self) -> bool:

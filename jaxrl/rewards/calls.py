@@ -84,6 +84,7 @@ class RewardResult(NamedTuple):
     parts: dict[str, float]  # further numbers that the function returned
     error: str  # why there is no score; "" if there is one
     counts: dict[str, float]  # what the function counts, with a score or without
+    feedback: str = ""  # text on the response, for a self-distillation teacher
 
 
 class RewardFailed(Exception):
@@ -215,13 +216,13 @@ def _valid_signature(value: Any) -> CallSignature:
 
 def _valid_result(value: Any) -> RewardResult:
     match value:
-        case [float() | None as score, dict(parts), error, dict(counts)] if (
+        case [float() | None as score, dict(parts), error, dict(counts), feedback] if (
             (score is None or is_score(score))
             and all(
                 isinstance(number, float) and math.isfinite(number)
                 for number in (*parts.values(), *counts.values())
             )
-            and all(map(is_text, [error, *parts, *counts]))
+            and all(map(is_text, [error, *parts, *counts, feedback]))
         ):
-            return RewardResult(score, parts, error, counts)
+            return RewardResult(score, parts, error, counts, feedback)
     raise ProtocolError(f"{value!r:.80} is no result")

@@ -89,7 +89,7 @@ class RewardPool:
 
         The value is the weighted sum of the functions. `parts` has the score of each function by
         name, and its further numbers as "name/key"; `counts` has what it counts, also where it
-        failed. If a function raises, hangs, kills its process
+        failed; `feedback` the texts of all. If a function raises, hangs, kills its process
         or does not return a finite number, the value is cfg.error_value and `error` has the reason.
 
         Functions get verl's or TRL's arguments. extra_info has the prompt's `extra`, "finish" (as
@@ -190,6 +190,7 @@ class RewardPool:
         parts: dict[str, float] = {}
         counts: dict[str, float] = {}
         errors: list[str] = []
+        feedback = "\n\n".join(r.feedback for r in results if r.feedback.strip())
         for name, result in zip(self.names, results, strict=True):
             counts |= {f"{name}/{key}": value for key, value in result.counts.items()}
             if result.error:
@@ -206,7 +207,7 @@ class RewardPool:
             errors.append(f"the sum {reward:g} of the rewards is beyond the range of float32")
             reward = self._cfg.error_value
         seconds = max((seconds for _, seconds in timed), default=0.0)
-        return Reward(float(reward), parts, "; ".join(errors), counts, seconds)
+        return Reward(float(reward), parts, "; ".join(errors), counts, feedback, seconds)
 
 
 def single_arguments(

@@ -183,13 +183,18 @@ def _result(value: Any) -> RewardResult:
         raise TypeError(
             f"the function returned a dict with the keys {list(parts)}; add the key 'score'"
         )
-    counts = parts.pop("counts", {})
+    counts, feedback = parts.pop("counts", {}), parts.pop("feedback", "")
     numbers = _numbers(parts)
     if "score" not in numbers:
         raise TypeError(f"the function returned {value!r}; return a number or a dict with 'score'")
     score = numbers.pop("score")
     check_score(score, "the function")
-    return RewardResult(score, _finite(numbers), "", _counts(counts))
+    return RewardResult(score, _finite(numbers), "", _counts(counts), _feedback(feedback))
+
+
+def _feedback(text: Any) -> str:
+    """The text that UTF-8 can express; "" if it is none."""
+    return text.encode(errors="replace").decode() if isinstance(text, str) else ""
 
 
 def _numbers(values: Mapping[Any, Any]) -> dict[str, float]:

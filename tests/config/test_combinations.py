@@ -38,7 +38,7 @@ EACH_TOKEN_ADVANTAGE = ("gae", "reinforce_plus_plus", "distill", "gigpo")
 REFUSED = [
     ("policy_loss", RESPONSE_LOSSES, "advantage", EACH_TOKEN_ADVANTAGE),
     ("kl", ("k1",), "kl_in", ("loss",)),
-    ("kl", ("abs", "k2", "k3", "k3_unbiased", "full"), "kl_in", ("reward",)),
+    ("kl", ("abs", "k2", "k3", "k3_unbiased", "full", "jsd"), "kl_in", ("reward",)),
     ("kl", ("abs+", "k2+", "k3+", "full+"), "kl_in", ("reward",)),
     # one needs rewards of 0 or more, the other reads each reward apart; k1 has no other place
     ("advantage", ("max_rl", "gdpo"), "kl_in", ("reward",)),

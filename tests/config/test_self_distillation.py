@@ -34,6 +34,7 @@ def test_self_distillation_needs_no_further_model():
         (dict(self_distillation__context=("solution", "solution")), "names a text twice"),
         (dict(self_distillation__context=("sibling",)), "sibling"),
         (dict(self_distillation__demonstration="proof"), "add 'demonstration'"),
+        (dict(self_distillation__feedback_with_solution=True), "add 'feedback'"),
         (dict(rollout__n=1), "rollout.n=1 gives none"),
         (dict(self_distillation__template="{context}"), "has no place {prompt}"),
         (dict(self_distillation__solution_template="see above"), "has no place {solution}"),

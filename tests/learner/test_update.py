@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from jaxrl.data.packing import gather, pack
+from jaxrl.kernels.logprob.divergence import terms
 from jaxrl.learner.policy_objective import Coefs
 from jaxrl.learner.requirements import kl_in_loss
 from jaxrl.learner.state import checkpoint_state
@@ -387,26 +388,27 @@ def test_a_reference_equal_to_the_policy_gives_no_kl_and_no_gradient_of_it(one_d
 
 
 @pytest.mark.thorough
-def test_full_kl_is_the_sum_over_the_vocabulary(one_device):
-    cfg = run_config(kl="full", kl_coef=0.5, temperature=1.0)
+@pytest.mark.parametrize("kl", ["full", "jsd"])
+def test_full_kl_is_the_sum_over_the_vocabulary(one_device, kl):
+    cfg = run_config(kl=kl, kl_coef=0.5, temperature=1.0)
     state, (_, update, _) = new_state(cfg), programs(cfg)
     ref = new_params(seed=1)
     [batch] = batches(ROLLOUTS, **ONE)
     b = put_batch(batch, TRAIN)
-    want = jax.device_get(_naive_kl(state.params, ref, b))
+    want = jax.device_get(_naive_kl(state.params, ref, b, 1.0 if kl == "full" else 0.5))
     _, metrics = update.update(state, [batch], ref_params=ref)
     np.testing.assert_allclose(metrics["loss/kl"], want, rtol=1e-5)
     total = metrics["loss/policy"] + 0.5 * metrics["loss/kl"]
     np.testing.assert_allclose(metrics["loss/total"], total, rtol=1e-5)
 
 
-def _naive_kl(params, ref, batch):
+def _naive_kl(params, ref, batch, beta):
     def log_softmax(p):
         hidden = forward_packed(p, batch.tokens, batch.segments, batch.positions, rules=TRAIN)
         return jax.nn.log_softmax(p.logits(hidden, TRAIN))
 
     logp, ref_logp = log_softmax(params), log_softmax(ref)
-    kl = jnp.sum(jnp.exp(logp) * (logp - ref_logp), axis=-1)
+    kl = jnp.sum(terms(logp, ref_logp, beta), axis=-1)
     return jnp.sum(kl * batch.mask) / jnp.sum(batch.mask)
 
 

@@ -326,27 +326,30 @@ def test_spares_do_not_raise_the_number_of_calls_at_a_time(functions):
 def test_messages_are_validated():
     given = [["trl", True, ["timeout_s"], ["x"], False]]
     assert read_signatures(given, 1) == [CallSignature("trl", True, ("timeout_s",), ("x",), False)]
-    assert read_results([[None, {}, "", {}]], 1) == [RewardResult(None, {}, "", {})]
-    result = RewardResult(1.0, {"a": 2.0}, "", {"b": 3.0})
+    assert read_results([[None, {}, "", {}, ""]], 1) == [RewardResult(None, {}, "", {})]
+    result = RewardResult(1.0, {"a": 2.0}, "", {"b": 3.0}, "wrong")
     assert read_results([[*result]], 1) == [result]
     for wrong in ([], [["x", *given[0][1:]]], [[*given[0][:2], [1], [], True]], [[]], "ab", [None]):
         with pytest.raises(ProtocolError):
             read_signatures(wrong, 1)
     for wrong in (
         [],
-        [[1, {}, "", {}]],
-        [["1", {}, "", {}]],
-        [[float("inf"), {}, "", {}]],
-        [[1.0, {"a": "b"}, "", {}]],
-        [[1.0, {"a": True}, "", {}]],
-        [[1.0, {"a": float("nan")}, "", {}]],
-        [[1.0, {"\ud83d": 1.0}, "", {}]],
-        [[1.0, {}, 5, {}]],
-        [[1.0, [], "", {}]],
+        [[1, {}, "", {}, ""]],
+        [["1", {}, "", {}, ""]],
+        [[float("inf"), {}, "", {}, ""]],
+        [[1.0, {"a": "b"}, "", {}, ""]],
+        [[1.0, {"a": True}, "", {}, ""]],
+        [[1.0, {"a": float("nan")}, "", {}, ""]],
+        [[1.0, {"\ud83d": 1.0}, "", {}, ""]],
+        [[1.0, {}, 5, {}, ""]],
+        [[1.0, [], "", {}, ""]],
         [[1.0, {}, ""]],
-        [[1.0, {}, "", 2]],
-        [[1.0, {}, "", {"a": "b"}]],
-        [[1.0, {}, "", {"a": float("inf")}]],
+        [[1.0, {}, "", 2, ""]],
+        [[1.0, {}, "", {"a": "b"}, ""]],
+        [[1.0, {}, "", {"a": float("inf")}, ""]],
+        [[1.0, {}, "", {}]],
+        [[1.0, {}, "", {}, 3]],
+        [[1.0, {}, "", {}, "\ud83d"]],
         [{}],
     ):
         with pytest.raises(ProtocolError):

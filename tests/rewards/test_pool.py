@@ -54,7 +54,8 @@ def late(data_source, solution_str, ground_truth, extra_info):
 
 
 def parts(data_source, solution_str, ground_truth, extra_info):
-    return {"score": 2.0, "acc": True, "pred": "seven", "bad": float("inf")}
+    further = {"acc": True, "pred": "seven", "bad": float("inf")}
+    return {"score": 2.0, "feedback": f"not {chr(0xD83D)} but 7", **further}
 
 
 def batched(data_sources, solution_strs, ground_truths, extra_infos, *, bonus=0):
@@ -187,6 +188,7 @@ def test_a_dict_gives_the_score_and_further_numbers(pool_of):
     [scored] = pool_of(":parts").score([rollout("")])
     assert scored.value == 2.0
     assert scored.parts == {"parts": 2.0, "parts/acc": 1.0}
+    assert scored.feedback == "not ? but 7"
 
 
 def test_a_function_gets_verls_arguments_in_a_process_without_jax(pool_of):

@@ -129,3 +129,15 @@ def test_the_policy_teaches_itself_the_same_in_every_packing(self_config, tmp_pa
         found.append([line["reward/kl"], line["optim/grad_norm"]])
     assert abs(found[0][0]) > 1e-4  # -1.6e-4: the logprobs of a random model hardly differ
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_the_most_likely_tokens_of_a_moving_teacher_are_compared(self_config):
+    self_config.algorithm.kl, self_config.algorithm.kl_top_k = "jsd", 20
+    self_config.algorithm.kl_in, self_config.algorithm.gamma = "loss", 1.0
+    self_config.total_steps = 2
+    assert train(resolve(self_config))
+    for line in lines_of(self_config):
+        assert line["loss/kl"] > 0
+        np.testing.assert_allclose(line["loss/total"], line["loss/kl"], rtol=1e-4)
+        assert line["optim/grad_norm"] > 0

@@ -270,6 +270,17 @@ def _teacher_errors(run: RunConfig) -> list[str]:
 
 def _kl_errors(run: RunConfig) -> list[str]:
     errors, algorithm, kl = [], run.algorithm, run.algorithm.kl
+    if algorithm.kl_beta != 0.5 and kl != "jsd":
+        errors.append(
+            f"algorithm.kl_beta={algorithm.kl_beta} has no effect with algorithm.kl={kl!r}; set "
+            "algorithm.kl='jsd', or algorithm.kl_beta=0.5"
+        )
+    if algorithm.kl_top_k and kl not in ("full", "jsd"):
+        errors.append(
+            f"algorithm.kl_top_k={algorithm.kl_top_k} has no effect with algorithm.kl={kl!r}, "
+            "which compares no distributions; set algorithm.kl='jsd' or 'full', or "
+            "algorithm.kl_top_k=0"
+        )
     if kl in FULL_KLS and algorithm.kl_coef == 0:
         errors.append(
             f"algorithm.kl={kl!r} has no effect with algorithm.kl_coef=0, which loads no reference "

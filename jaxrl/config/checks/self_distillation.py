@@ -7,7 +7,8 @@ from jaxrl.config.keys import RunConfig, SelfDistillationConfig
 # The keys that belong to one context each.
 OF_CONTEXT = {
     "demonstration": ("demonstration", "demonstration_template"),
-    "solution": ("success_reward", "own_solution", "remove_thinking", "solution_template"),
+    "solution": ("own_solution", "remove_thinking", "solution_template"),
+    "feedback": ("feedback_with_solution", "feedback_template"),
 }
 
 
@@ -76,11 +77,18 @@ def _teacher_errors(run: RunConfig) -> list[str]:
             f"self_distillation.context={run.self_distillation.context} has no weight with "
             "algorithm.kl_coef=0; set algorithm.kl_coef (1.0 with algorithm.advantage='distill')"
         )
-    if algorithm.kl_in == "loss":
+    if algorithm.kl_in == "loss" and not algorithm.kl_top_k:
         errors.append(
-            "algorithm.kl_in='loss' reads the reference after the policy's prompt, but "
-            f"self_distillation.context={run.self_distillation.context} gives it another one; set "
+            f"algorithm.kl={algorithm.kl!r} in the loss reads the reference after the policy's "
+            f"prompt, but self_distillation.context={run.self_distillation.context} gives it "
+            "another one; set algorithm.kl_top_k=100 with algorithm.kl='jsd', or "
             "algorithm.kl_in='reward' with algorithm.kl='k1'"
+        )
+    if run.self_distillation.teacher == "policy" and algorithm.kl_top_k:
+        errors.append(
+            f"algorithm.kl_top_k={algorithm.kl_top_k} is scored by a reference model; set "
+            "self_distillation.teacher='reference', with algorithm.ref_refresh_every=1 for the "
+            "policy at the start of each step"
         )
     if run.self_distillation.teacher == "policy":
         others = {"teacher": "", "ref_refresh_every": 0}

@@ -126,9 +126,23 @@ class AlgorithmConfig:
     kl: str = key(
         "auto",
         "Estimator of KL(policy | reference): auto = k1 in the reward, k3 in the loss; with + it "
-        "keeps its value but has the gradient of k2; k3_unbiased = k3 times the importance ratio",
+        "keeps its value but has the gradient of k2; k3_unbiased = k3 times the importance ratio; "
+        "full and jsd compare the whole vocabulary",
         choices=("auto", *KLS),
         or_path=True,
+    )
+    kl_beta: float = key(
+        0.5,
+        "jsd: 1 = KL(policy | reference), 0 = KL(reference | policy), between them the generalised "
+        "Jensen-Shannon divergence (GKD)",
+        ge=0,
+        le=1,
+    )
+    kl_top_k: int = key(
+        0,
+        "full and jsd: number of the reference's most likely tokens that are compared, all others "
+        "as one; the reference then scores before the update; 0 = the whole vocabulary",
+        ge=0,
     )
     kl_coef: float = key(
         0.0,
@@ -285,6 +299,11 @@ class AlgorithmConfig:
         """The estimator that `kl` names; by place if it is auto."""
         by_place = "k1" if self.kl_in == "reward" else "k3"
         return by_place if self.kl == "auto" else self.kl
+
+    @property
+    def divergence_beta(self) -> float:
+        """Which divergence over the vocabulary: that of kl_beta, or KL(policy | reference)."""
+        return self.kl_beta if self.kl == "jsd" else 1.0
 
     @property
     def has_correction(self) -> bool:

@@ -11,8 +11,9 @@ class SelfDistillationConfig:
     context: tuple[str, ...] = key(
         (),
         "What the teacher reads in addition to the prompt, in this order: demonstration = a column "
-        "of the row (SDFT, OPSD), solution = another response to the prompt that succeeded (SDPO); "
-        "() = the teacher reads the policy's prompt",
+        "of the row (SDFT, OPSD), solution = another response to the prompt that succeeded, "
+        "feedback = the text that reward functions return for the response (SDPO); () = the "
+        "teacher reads the policy's prompt",
         choices=TEACHER_CONTEXTS,
     )
     teacher: str = key(
@@ -26,7 +27,9 @@ class SelfDistillationConfig:
         "answer", "Column of the data with the demonstration; answer = the ground truth"
     )
     success_reward: float = key(
-        1.0, "solution: smallest reward of a response that is shown as a solution"
+        1.0,
+        "solution, feedback: smallest reward of a success, which is a solution for others and "
+        "needs no feedback",
     )
     own_solution: bool = key(
         False,
@@ -34,6 +37,9 @@ class SelfDistillationConfig:
     )
     remove_thinking: bool = key(
         True, "solution: show only what follows the last </think> of a response"
+    )
+    feedback_with_solution: bool = key(
+        False, "feedback: show it also to a teacher that reads a solution"
     )
     max_prompt_len: int = key(
         0,
@@ -51,4 +57,7 @@ class SelfDistillationConfig:
     )
     solution_template: str = key(
         "A correct solution to this task:\n\n{solution}", "Text around a solution"
+    )
+    feedback_template: str = key(
+        "Feedback on an earlier attempt that was wrong:\n\n{feedback}", "Text around feedback"
     )

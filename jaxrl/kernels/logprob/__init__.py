@@ -8,9 +8,10 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxrl.kernels.logprob.chunked import Head, chunked_logprob, token_logp
 from jaxrl.kernels.logprob.reference import HeadChange
+from jaxrl.kernels.logprob.top_k import chunked_top_k
 from sharding import Rules, target_platform
 
-__all__ = ["TokenScores", "token_logp", "token_scores"]
+__all__ = ["TokenScores", "token_logp", "token_scores", "top_k_logp"]
 
 # Chunks of tokens per step of the backward pass; 4 on TPU. On CPU one chunk is large enough for the
 # matrix products, and larger blocks waste time on more rows without a token. On GPU all tokens are
@@ -31,8 +32,9 @@ class TokenScores(NamedTuple):
 
     logp: Float[Array, "B T"]  # log p(target)
     entropy: Float[Array, "B T"]  # -Σ p log p
-    kl: Float[Array, "B T"]  # Σ p (log p - log q) with the reference q; 0 without one
+    kl: Float[Array, "B T"]  # divergence from the reference q, such as KL(p | q); 0 without one
     log_mass: Float[Array, "B T"]  # log Σ p over the support; 0 without one
+    of_ids: Float[Array, "B T k"] | None = None  # log p(id) of further ids; None without them
 
 
 def token_scores(
@@ -43,6 +45,8 @@ def token_scores(
     change: HeadChange | None = None,
     ref: tuple[Float[Array, "B T E"], Float[Array, "V E"]] | None = None,
     support: UInt32[Array, "B T W"] | None = None,
+    ids: Int[Array, "B T k"] | None = None,
+    beta: float = 1.0,
     temperature: float,
     logit_softcap: float | None = None,
     chunk: int,
@@ -55,7 +59,9 @@ def token_scores(
     `change` is the low-rank change of the unembedding by an adapter; both parts get gradients.
     `ref` has the hidden states and the unembedding of the reference, at the same temperature; it
     gets no gradient. `support` has one bit per id of the vocabulary (data/support.py): logp -
-    log_mass is the logprob under p restricted to these ids.
+    log_mass is the logprob under p restricted to these ids. `ids` are k different ids per token.
+    `beta` is that of the divergence from the reference (divergence.py): 1 = KL(p | q), 0 = KL(q |
+    p), between them the generalised Jensen-Shannon divergence.
 
     The logits of `chunk` tokens (per device) exist at one time; the backward pass recomputes them.
     Rows are sharded over the batch axes, the vocabulary over its own axes. dW is summed in float32
@@ -80,12 +86,17 @@ def token_scores(
         with_support=support is not None,
         n_grouped=grouped_chunks(),
         one_pass=target_platform() in ONE_PASS,
+        beta=beta,
+        with_ids=ids is not None,
     )
     keep = jnp.ones(targets.shape, bool) if mask is None else mask > 0
     targets, keep = (jax.reshard(a, rules.spec("batch", "time")) for a in (targets, keep))
     hidden, unembed = _reshard(rules, hidden, unembed)
     changes = () if change is None else _reshard_change(rules, *change)
-    supports = () if support is None else (jax.reshard(support, rules.spec("batch", "time", None)),)
+    supports, chosen = (
+        () if a is None else (jax.reshard(a, rules.spec("batch", "time", None)),)
+        for a in (support, ids)
+    )
     reference = () if ref is None else jax.lax.stop_gradient(_reshard(rules, *ref))
     with jax.named_scope("logprob"):
         scores = chunked_logprob(
@@ -96,8 +107,32 @@ def token_scores(
             keep,
             reference,
             supports,
+            chosen,
         )
     return TokenScores(*scores)
+
+
+def top_k_logp(
+    hidden: Float[Array, "B T D"],
+    unembed: Float[Array, "V D"],
+    k: int,
+    *,
+    change: HeadChange | None = None,
+    temperature: float,
+    logit_softcap: float | None = None,
+    chunk: int,
+    rules: Rules,
+    mask: Float[Array, "B T"],
+) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
+    """(ids, log p) of the k most likely ids of every token, without gradient.
+
+    The arguments are those of `token_scores`. Zeros where `mask` is 0.
+    """
+    head = Head(temperature, logit_softcap, chunk, rules, False, False, False)
+    keep = jax.reshard(mask > 0, rules.spec("batch", "time"))
+    hidden, unembed = _reshard(rules, hidden, unembed)
+    changes = () if change is None else _reshard_change(rules, *change)
+    return chunked_top_k(head, k, (hidden, *changes[:1]), (unembed, *changes[1:]), keep)
 
 
 def _reshard(rules: Rules, hidden, unembed):

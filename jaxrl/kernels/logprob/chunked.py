@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxrl.kernels.bits import row_sum
+from jaxrl.kernels.logprob import divergence
 from jaxrl.kernels.logprob.reference import head_logits
 from jaxrl.kernels.logprob.softmax import softmax_moments, softmax_parts, vocab_sum
 from sharding import Rules
@@ -41,6 +42,8 @@ class Head:
     with_support: bool
     n_grouped: int = 4  # chunks of tokens per step of the backward pass
     one_pass: bool = False  # the forward pass reads the logits once where it can
+    beta: float = 1.0  # of the divergence from the reference (divergence.py); 1: KL(p | q)
+    with_ids: bool = False  # the logprobs of further ids
 
     def logits(self, xs, ws):
         (x, *low), (w, *b) = xs, ws
@@ -55,12 +58,18 @@ class Head:
         return (1.0 - capped * capped) / self.temperature
 
     def specs(self, n_pairs: int, n_ref: int) -> tuple:
-        """PartitionSpecs of [B, T], xs, ws, targets, keep, reference, support."""
+        """PartitionSpecs of [B, T, k], [B, T], xs, ws, targets, keep, reference, support, ids."""
         tokens = self.rules.spec("batch", "time")
         rows, weight = self.rules.spec("batch", "time", None), self.rules.spec("vocab", "w_embed")
         weights = (weight, self.rules.spec("vocab", None))[:n_pairs]
         reference, support = (rows, weight)[:n_ref], (rows,) * self.with_support
-        return tokens, (rows,) * n_pairs, weights, tokens, tokens, reference, support
+        ids = (rows,) * self.with_ids
+        return rows, tokens, (rows,) * n_pairs, weights, tokens, tokens, reference, support, ids
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the divergence is from a mixture, whose gradient needs one more sum."""
+        return self.with_kl and 0.0 < self.beta < 1.0
 
     @property
     def single_pass(self) -> bool:
@@ -101,46 +110,51 @@ def token_logp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunked_logprob(head: Head, xs, ws, targets, keep, ref, support):
+def chunked_logprob(head: Head, xs, ws, targets, keep, ref, support, ids):
     """(logp, entropy, kl, log_mass), float32 [B, T]; zeros for masked tokens, disabled outputs.
 
     `ref` is (hidden, unembed) of the reference, or () without one. `support` are bitsets [B, T, W]
-    of the vocabulary (data/support.py) in a tuple, or ().
+    of the vocabulary (data/support.py) in a tuple, or (). `ids` are int32 [B, T, k] in a tuple,
+    whose logprobs [B, T, k] are a fifth output, or ().
     """
-    return _forward(head, xs, ws, targets, keep, ref, support)[0]
+    return _forward(head, xs, ws, targets, keep, ref, support, ids)[0]
 
 
-def _forward(head: Head, xs, ws, targets, keep, ref, support):
-    tokens, *inputs = head.specs(len(xs), len(ref))
+def _forward(head: Head, xs, ws, targets, keep, ref, support, ids):
+    rows, tokens, *inputs = head.specs(len(xs), len(ref))
     local = jax.shard_map(
         functools.partial(_local_forward, head),
         in_specs=tuple(inputs),
-        out_specs=((tokens,) * 4, (tokens,) * 2),
+        out_specs=((tokens,) * 4 + (rows,) * len(ids), (tokens,) * (2 + head.mixes)),
         check_vma=False,
     )
-    out, norms = local(xs, ws, targets, keep, ref, support)
-    return out, (xs, ws, targets, keep, ref, support, out, norms)
+    out, norms = local(xs, ws, targets, keep, ref, support, ids)
+    return out, (xs, ws, targets, keep, ref, support, ids, out[:4], norms)
 
 
 def _backward(head: Head, saved, grads):
-    xs, ws, targets, keep, ref, support, out, norms = saved
-    tokens, *specs = head.specs(len(xs), len(ref))
+    xs, ws, targets, keep, ref, support, ids, out, norms = saved
+    row, tokens, *specs = head.specs(len(xs), len(ref))
     rows, weights = specs[:2]
+    of_ids = (row,) * len(ids)
     local = jax.shard_map(
         functools.partial(_local_backward, head),
-        in_specs=(*specs, (tokens,) * 4, (tokens,) * 2, (tokens,) * 4),
+        in_specs=(*specs, (tokens,) * 4, (tokens,) * len(norms), (tokens,) * 4 + of_ids),
         out_specs=(rows, weights),
         check_vma=False,
     )
-    dxs, dws = local(xs, ws, targets, keep, ref, support, out, norms, tuple(grads))
-    return dxs, dws, None, None, jax.tree.map(jnp.zeros_like, ref), None
+    dxs, dws = local(xs, ws, targets, keep, ref, support, ids, out, norms, tuple(grads))
+    return dxs, dws, None, None, jax.tree.map(jnp.zeros_like, ref), None, None
 
 
 chunked_logprob.defvjp(_forward, _backward)
 
 
-def _local_forward(head: Head, xs, ws, y, keep, ref, support):
-    """Local tokens, chunk by chunk -> ((logp, entropy, kl, log_mass), (norm, ref_norm)), [b, t]."""
+def _local_forward(head: Head, xs, ws, y, keep, ref, support, ids):
+    """Local tokens, chunk by chunk -> ((logp, entropy, kl, log_mass), (norm, ref_norm)), [b, t].
+
+    The logprobs of `ids` are added to the first tuple, the centre of a mixture to the second.
+    """
     n = y.size
     c = max(
         math.ceil(n / math.ceil(n / head.chunk)), 2
@@ -148,18 +162,26 @@ def _local_forward(head: Head, xs, ws, y, keep, ref, support):
     kept = Kept.of(keep, c)
     ref_x, ref_w = ref or (xs[0], ws[0])  # a stand-in that nothing reads
     rows = [kept.rows(a) for a in (y, ref_x, *xs)]
-    ws, ref_w = (_gather(head, ws[0]), *ws[1:]), _gather(head, ref_w)
+    ws, ref_w = (gather_weight(head, ws[0]), *ws[1:]), gather_weight(head, ref_w)
 
-    def chunk(i, out):
+    def chunk(i, carry):
+        out, *chosen = carry
         y, ref_x, *xs = (_slice(a, i, c) for a in rows)
         bits = [kept.block(each, i, c) for each in support]
-        stats = jnp.stack(_chunk_stats(head, xs, y, ws, ref_x, ref_w, *bits))
-        return lax.dynamic_update_slice(out, stats, (0, i * c))
+        logits = head.logits(xs, ws)
+        stats = _chunk_stats(head, logits, y, ref_x, ref_w, *bits)
+        out = lax.dynamic_update_slice(out, jnp.stack(stats), (0, i * c))
+        for j, each in enumerate(ids):
+            picked = _pick_ids(head, logits, kept.block(each, i, c)) - stats[4][:, None]
+            chosen[j] = lax.dynamic_update_slice(chosen[j], picked, (i * c, 0))
+        return out, *chosen
 
-    out = jnp.zeros((6, len(kept.order)), jnp.float32)
-    out = lax.fori_loop(0, -(-kept.count // c), chunk, out)
-    logp, entropy, kl, log_mass, norm, ref_norm = (kept.back(a, keep) for a in out)
-    return (logp, entropy, kl, log_mass), (norm, ref_norm)
+    n_rows = len(kept.order)
+    out = jnp.zeros((6 + head.mixes, n_rows), jnp.float32)
+    chosen = [jnp.zeros((n_rows, each.shape[-1]), jnp.float32) for each in ids]
+    out, *chosen = lax.fori_loop(0, -(-kept.count // c), chunk, (out, *chosen))
+    logp, entropy, kl, log_mass, *norms = (kept.back(a, keep) for a in out)
+    return (logp, entropy, kl, log_mass, *(kept.back(a, keep) for a in chosen)), tuple(norms)
 
 
 def _members(bits, start, size: int):
@@ -171,7 +193,7 @@ def _members(bits, start, size: int):
     return lax.dynamic_slice_in_dim(flat, start % 32, size, axis=1) > 0
 
 
-def _vocab_start(head: Head, v: int):
+def vocab_start(head: Head, v: int):
     """The first token id of this device's shard of the vocabulary, of `v` ids."""
     return lax.axis_index(head.vocab_axes) * v if head.vocab_axes else 0
 
@@ -212,8 +234,9 @@ def _slice(a, i, size: int):
     return lax.dynamic_slice_in_dim(a, i * size, size)
 
 
-def _chunk_stats(head: Head, xs, y, ws, ref_x, ref_w, bits=None):
-    logits, axes = head.logits(xs, ws), head.vocab_axes
+def _chunk_stats(head: Head, logits, y, ref_x, ref_w, bits=None):
+    """logp, entropy, kl, log_mass, norm, ref_norm and, of a mixture, its centre; [c] each."""
+    axes = head.vocab_axes
     if head.single_pass:
         return _single_pass_stats(head, logits, y)
     top, total, e = softmax_parts(logits, axes)
@@ -221,19 +244,25 @@ def _chunk_stats(head: Head, xs, y, ws, ref_x, ref_w, bits=None):
     norm = top + jnp.log(total)
     zero = jnp.zeros_like(logp)
     entropy = kl = log_mass = ref_norm = zero
+    centre = []
     if head.with_entropy:
         entropy = jnp.log(total) - vocab_sum(e * (logits - top[:, None]), axes) / total
     if head.with_kl:
         ref_logits = head.logits([ref_x], [ref_w])
         ref_top, ref_total, _ = softmax_parts(ref_logits, axes)
         ref_norm = ref_top + jnp.log(ref_total)
-        gap = (logits - norm[:, None]) - (ref_logits - ref_norm[:, None])
-        kl = vocab_sum(e * gap, axes) / total
+        logq = ref_logits - ref_norm[:, None]
+        if head.beta == 1.0:
+            kl = vocab_sum(e * ((logits - norm[:, None]) - logq), axes) / total
+        else:
+            both = logits - norm[:, None], logq, head.beta
+            kl = vocab_sum(divergence.terms(*both), axes)
+            centre = [vocab_sum(divergence.centre_terms(*both), axes)] if head.mixes else []
     if bits is not None:
-        v = len(ws[0])
-        members = _members(bits, _vocab_start(head, v), v)
+        v = logits.shape[1]
+        members = _members(bits, vocab_start(head, v), v)
         log_mass = jnp.log(vocab_sum(jnp.where(members, e, 0.0), axes)) - jnp.log(total)
-    return logp, entropy, kl, log_mass, norm, ref_norm
+    return logp, entropy, kl, log_mass, norm, ref_norm, *centre
 
 
 def _single_pass_stats(head: Head, logits, y):
@@ -249,26 +278,38 @@ def _pick(head: Head, logits, y):
     v = logits.shape[1]
     if not head.vocab_axes:
         return jnp.take_along_axis(logits, y[:, None], axis=1)[:, 0]
-    local = y - _vocab_start(head, v)
+    local = y - vocab_start(head, v)
     here = (local >= 0) & (local < v)
     chosen = jnp.take_along_axis(logits, jnp.clip(local, 0, v - 1)[:, None], axis=1)[:, 0]
     return lax.psum(jnp.where(here, chosen, 0.0), head.vocab_axes)
 
 
-def _local_backward(head: Head, xs, ws, y, keep, ref, support, out, norms, grads):
+def _pick_ids(head: Head, logits, ids):
+    """logits[i, ids[i, j]], [c, k], each from the device whose shard contains the id."""
+    v = logits.shape[1]
+    if not head.vocab_axes:
+        return jnp.take_along_axis(logits, ids, axis=1)
+    local = ids - vocab_start(head, v)
+    here = (local >= 0) & (local < v)
+    chosen = jnp.take_along_axis(logits, jnp.clip(local, 0, v - 1), axis=1)
+    return lax.psum(jnp.where(here, chosen, 0.0), head.vocab_axes)
+
+
+def _local_backward(head: Head, xs, ws, y, keep, ref, support, ids, out, norms, grads):
     """Gradients of xs and ws on one device.
 
     dl = g_logp (1[y] - p) - g_entropy p (log p + entropy) + g_kl p (log p - log q - kl)
-    + g_mass p (1[support] / mass - 1), then dh = dl W and dW = dlᵀ h, in blocks of several chunks
-    of tokens times vocabulary blocks.
+    + g_mass p (1[support] / mass - 1) + Σ_j g_j (1[ids_j] - p), then dh = dl W and dW = dlᵀ h, in
+    blocks of several chunks of tokens times vocabulary blocks. Other divergences: divergence.py.
     """
+    *grads, grads_of_ids = grads if ids else (*grads, ())
     r = min(head.n_grouped * head.chunk, y.size)
     kept = Kept.of(keep, r)
     ref_x, ref_w = ref or (xs[0], ws[0])  # a stand-in that nothing reads
     dtypes = [[a.dtype for a in arrays] for arrays in (xs, ws)]
-    ws, ref_w = (_gather(head, ws[0]), *ws[1:]), _gather(head, ref_w)
+    ws, ref_w = (gather_weight(head, ws[0]), *ws[1:]), gather_weight(head, ref_w)
     v = len(ws[0])
-    first = _vocab_start(head, v)
+    first = vocab_start(head, v)
     y = y - first
     columns = [kept.rows(a)[:, None] for a in (y, *out, *norms, *grads)]
     rows = [kept.rows(a) for a in (ref_x, *xs)]
@@ -279,12 +320,13 @@ def _local_backward(head: Head, xs, ws, y, keep, ref, support, out, norms, grads
         ref_x, *xs = (_slice(a, i, r) for a in rows)
         bits = [kept.block(each, i, r) for each in support]
         part = [_slice(a, i, r) for a in columns]
+        chosen = [(kept.block(a, i, r) - first, kept.block(grads_of_ids, i, r)) for a in ids]
 
         def add(start, size, dxs, dws):
             blocks = [lax.dynamic_slice_in_dim(w, start, size) for w in ws]
             ref_block = lax.dynamic_slice_in_dim(ref_w, start, size)
             members = [_members(each, first + start, size) for each in bits]
-            d = _logits_gradient(head, xs, ref_x, part, blocks, ref_block, start, *members)
+            d = _logits_gradient(head, xs, ref_x, part, blocks, ref_block, start, chosen, *members)
             pairs = zip(dws, xs, strict=True)
             dws = [_add_rows(dw, _dot(d, x, 0, 0), start) for dw, x in pairs]
             pairs = zip(dxs, blocks, strict=True)
@@ -310,9 +352,13 @@ def _local_backward(head: Head, xs, ws, y, keep, ref, support, out, norms, grads
     return tuple(kept.back(dx, keep) for dx in dxs), tuple(dws)
 
 
-def _logits_gradient(head: Head, xs, ref_x, part, blocks, ref_block, start, members=None):
-    """dl [r, size] of one block of tokens and vocabulary, in the dtype of the hidden states."""
-    y, _, entropy, kl, log_mass, norm, ref_norm, g_logp, g_entropy, g_kl, g_mass = part
+def _logits_gradient(head: Head, xs, ref_x, part, blocks, ref_block, start, chosen, members=None):
+    """dl [r, size] of one block of tokens and vocabulary, in the dtype of the hidden states.
+
+    `chosen` has (ids relative to the shard, their gradient), [r, k] each, if there are some.
+    """
+    y, _, entropy, kl, log_mass, norm, ref_norm, *rest = part
+    *centre, g_logp, g_entropy, g_kl, g_mass = rest
     logits = head.logits(xs, blocks)
     logp = logits - norm
     p = jnp.exp(logp)
@@ -320,10 +366,24 @@ def _logits_gradient(head: Head, xs, ref_x, part, blocks, ref_block, start, memb
     if head.with_entropy:
         d -= g_entropy * p * (logp + entropy)
     if head.with_kl:
-        d += g_kl * p * (logp - (head.logits([ref_x], [ref_block]) - ref_norm) - kl)
+        logq = head.logits([ref_x], [ref_block]) - ref_norm
+        if head.beta == 1.0:
+            d += g_kl * p * (logp - logq - kl)
+        else:
+            centre = centre[0] if centre else kl
+            d += g_kl * divergence.logits_gradient(logp, logq, centre, head.beta)
     if members is not None:
         d += g_mass * p * (jnp.where(members, jnp.exp(-log_mass), 0.0) - 1.0)
+    for ids, grads in chosen:
+        d = _add_columns(d - jnp.sum(grads, axis=1, keepdims=True) * p, grads, ids - start)
     return (d * head.logits_slope(logits)).astype(xs[0].dtype)
+
+
+def _add_columns(total, values, columns):
+    """`total` [r, size] with values [r, k] added in these columns; others are on other blocks."""
+    inside = (columns >= 0) & (columns < total.shape[1])
+    columns = jnp.where(inside, columns, total.shape[1])  # negative ones would count from the end
+    return total.at[jnp.arange(len(total))[:, None], columns].add(values, mode="drop")
 
 
 def _dot(a, b, a_dim: int, b_dim: int):
@@ -343,7 +403,7 @@ def _block_size(v: int, r: int, chunk: int) -> int:
     return min(max(v * chunk // r // 128 * 128, 128), v)
 
 
-def _gather(head: Head, w):
+def gather_weight(head: Head, w):
     """A weight with its `w_embed` shards all-gathered along the model dimension."""
     if not head.weight_axes:
         return w

@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.remat import parse_remat
 from jaxrl.engine.device.batches import DispatchShapes, dispatch_shapes
-from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp, policy_is_teacher
+from jaxrl.learner.requirements import needs_old_logp, needs_ref_scores, policy_is_teacher
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.calibration import Factor, factors_of
 from jaxrl.planner.chips import CHIPS
@@ -183,7 +183,7 @@ class RunCosts:
         cfg, d, decode = self.cfg, self.decoder, self.plan["programs"]["decode"]
         whole = parse_remat(cfg.learner.remat).policy in ("full", "offload")
         update = 2 + 5 + 2 * whole
-        scored = 2 * (needs_old_logp(cfg) + needs_ref_logp(cfg) + policy_is_teacher(cfg))
+        scored = 2 * (needs_old_logp(cfg) + needs_ref_scores(cfg) + policy_is_teacher(cfg))
         flops = 2 * (scored + update * cfg.learner.epochs) * d.score_features
         per_flop = decode["seconds"]["flops"] / decode["flops"]
         if self.factors:

@@ -10,7 +10,12 @@ from rich.text import Text
 
 from jaxrl.data.packing import gather, pack_samples
 from jaxrl.learner.critic import ValueScorer
-from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp, policy_is_teacher
+from jaxrl.learner.requirements import (
+    needs_old_logp,
+    needs_ref_logp,
+    policy_is_teacher,
+    teacher_top_k,
+)
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.mini_batches import (
     MiniBatch,
@@ -30,8 +35,8 @@ from jaxrl.trainer.phases.rewards import (
     turn_rewards,
 )
 from jaxrl.trainer.phases.sampling import Collected
-from jaxrl.trainer.phases.self_distillation import with_teacher_prompts
-from jaxrl.types import Batch, ScoredRollout, TrainingSample
+from jaxrl.trainer.phases.self_distillation import read_by_teacher, with_teacher_prompts
+from jaxrl.types import Batch, ScoredRollout, TeacherTokens, TrainingSample
 from sharding import hosts, to_device
 
 
@@ -89,6 +94,8 @@ def make_experience(
     if cfg.self_distillation.context:
         samples, context = with_teacher_prompts(samples, groups, cfg, core.models.renderer)
         metrics |= context
+    if teacher_top_k(cfg):
+        samples = add_teacher_tokens(core, samples)
     given = core.demonstrations.of_step(core.clock.step) if core.demonstrations else []
     demonstrations = given_samples(given, cfg.algorithm)
     if core.learner.value_scorer is not None:
@@ -153,6 +160,23 @@ def add_values(
         params = core.state.params if core.learner.critic is None else core.learner.critic.params
         values = gather(scorer.values(params, packed, on_batch=core.check_stop), packed)
     return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]
+
+
+def add_teacher_tokens(core: Core, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Fills `teacher` with the reference's most likely ids, where it reads the response."""
+    has_own_prompts = bool(core.cfg.self_distillation.context)
+    read = read_by_teacher(samples) if has_own_prompts else list(samples)
+    packed = pack_samples(read, core.cfg, core.learner.n_ranks)
+    scorer, batches = core.learner.ref_scorer, [p.batch for p in packed]
+    with core.no_compile("scoring"), scorer.layout.on_mesh(), core.clock.timed("ref"):
+        found = scorer.top_k(to_device(core.ref_params), batches, on_batch=core.check_stop)
+    pairs = zip(*(gather(field, packed) for field in zip(*found, strict=True)), strict=True)
+    return [
+        s
+        if has_own_prompts and s.teacher_prompt is None
+        else dataclasses.replace(s, teacher=TeacherTokens(*next(pairs)))
+        for s in samples
+    ]
 
 
 def policy_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:

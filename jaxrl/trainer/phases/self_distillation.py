@@ -2,7 +2,8 @@
 
 The teacher is a model of the run. Its prompt has a demonstration (SDFT,
 https://arxiv.org/abs/2601.19897; OPSD, https://arxiv.org/abs/2601.18734) or the solution of another
-sample of the group (SDPO, https://arxiv.org/abs/2601.20802); the policy's response follows it.
+sample of the group or feedback (SDPO, https://arxiv.org/abs/2601.20802); the policy's response
+follows it.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from jaxrl.config.keys import RunConfig, SelfDistillationConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.json_text import Message
 from jaxrl.trainer.phases.rewards import Group
-from jaxrl.types import Prompt, TrainingSample
+from jaxrl.types import Prompt, ScoredRollout, TrainingSample
 
 
 def with_teacher_prompts(
@@ -48,11 +49,21 @@ def with_teacher_prompts(
 
 def context_of(group: Group, index: int, settings: SelfDistillationConfig) -> dict[str, str]:
     """The texts that the teacher of a sample of a group reads, by their name in the templates."""
+    scored = group[index]
     found = {
-        "demonstration": demonstration(group[index].rollout.prompt, settings.demonstration),
+        "demonstration": demonstration(scored.rollout.prompt, settings.demonstration),
         "solution": solution(group, index, settings),
+        "feedback": scored.reward.feedback.strip(),
     }
+    has_solution = "solution" in settings.context and found["solution"]
+    if succeeded(scored, settings) or (has_solution and not settings.feedback_with_solution):
+        found["feedback"] = ""
     return {name: text for name in settings.context if (text := found[name])}
+
+
+def succeeded(scored: ScoredRollout, settings: SelfDistillationConfig) -> bool:
+    """Whether the reward of a response is that of a success."""
+    return scored.reward.value >= settings.success_reward
 
 
 def demonstration(prompt: Prompt, column: str) -> str:
@@ -66,7 +77,7 @@ def solution(group: Group, index: int, settings: SelfDistillationConfig) -> str:
     others = [scored for i, scored in enumerate(group) if i != index]
     own = [group[index]] if settings.own_solution else []
     for scored in (*others, *own):
-        if scored.reward.value >= settings.success_reward:
+        if succeeded(scored, settings):
             text = scored.rollout.text
             shown = text.rpartition("</think>")[2] if settings.remove_thinking else text
             return shown.strip()
@@ -80,6 +91,7 @@ def teacher_messages(
     templates = {
         "demonstration": settings.demonstration_template,
         "solution": settings.solution_template,
+        "feedback": settings.feedback_template,
     }
     context = "\n\n".join(fill(templates[name], {name: text}) for name, text in texts.items())
     *before, last = prompt.messages

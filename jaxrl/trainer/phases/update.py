@@ -160,7 +160,7 @@ def check_finite(
     arrays = {}
     for i, packed in enumerate(micro_batches):
         fields = dict(vars(packed.batch))
-        for kind in ("support", "experts"):
+        for kind in ("support", "experts", "teacher"):
             if (sparse := fields.pop(kind)) is not None:
                 fields |= {f"{kind}_{name}": values for name, values in vars(sparse).items()}
         arrays |= {f"{i}/{name}": np.asarray(x) for name, x in fields.items() if x is not None}

@@ -180,6 +180,12 @@ def check_teacher(
     key, teacher = f"config.algorithm.teacher={cfg.algorithm.teacher}", model_config(folder)
     other = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     check_same_tokenizer(tokenizer, other, key, teacher.V)
+    if cfg.algorithm.kl_top_k and policy.V < teacher.V:
+        raise ValueError(
+            f"{key} has {teacher.V} logits, more than the {policy.V} of the policy, which may have "
+            "none of the teacher's most likely tokens (config.algorithm.kl_top_k); set "
+            "algorithm.kl_top_k=0 with algorithm.kl='k1' and algorithm.kl_in='reward'"
+        )
     same_logits = (policy.V, policy.logit_softcap) == (teacher.V, teacher.logit_softcap)
     if full_kl_in_loss(cfg) and not same_logits:
         raise ValueError(

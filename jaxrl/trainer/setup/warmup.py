@@ -10,7 +10,7 @@ from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout
 from jaxrl.learner.programs import TrainingModels, training_models, training_programs
-from jaxrl.learner.requirements import full_kl_in_loss, needs_policy_logp, needs_ref_logp
+from jaxrl.learner.requirements import full_kl_in_loss, needs_policy_logp, needs_ref_scores
 from jaxrl.learner.roles import Learner
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
@@ -96,7 +96,7 @@ def rl_models(run: Run) -> TrainingModels:
         core.state,
         core.ref_params,
         scores_policy=needs_policy_logp(cfg),
-        scores_reference=needs_ref_logp(cfg),
+        scores_reference=needs_ref_scores(cfg),
     )
     if model is not None:
         models.reward_scorer, models.reward_params = model.scorer, model.params

@@ -43,6 +43,21 @@ def test_the_solution_is_the_first_success_of_the_other_samples():
     assert solutions(alone, success_reward=0.5) == ["four", "half", "half"]
 
 
+def test_feedback_is_for_failed_responses_without_a_solution():
+    def texts(rewards, **keys):
+        settings = SelfDistillationConfig(context=("solution", "feedback"), **keys)
+        group = [
+            dataclasses.replace(s, reward=dataclasses.replace(s.reward, feedback=f" say {i}"))
+            for i, s in enumerate(group_of(rewards, ["a", "b"]))
+        ]
+        return [context_of(group, i, settings) for i in range(2)]
+
+    assert texts([0.0, 0.5]) == [{"feedback": "say 0"}, {"feedback": "say 1"}]
+    assert texts([0.0, 1.0]) == [{"solution": "b"}, {}]
+    both = texts([0.0, 1.0], feedback_with_solution=True)
+    assert both == [{"solution": "b", "feedback": "say 0"}, {}]
+
+
 def test_texts_fill_the_last_message_and_keep_their_braces():
     settings = SelfDistillationConfig(
         context=("solution", "demonstration"),
