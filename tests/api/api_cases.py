@@ -79,14 +79,14 @@ class Client:
     seq_ids: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def send(self, path: str, body: Any = None, method: str = "POST") -> httpx.Response:
-        headers = {"X-API-Key": self.key}
+        headers, content = {"X-API-Key": self.key}, None
         if isinstance(body, bytes):
             headers["Content-Type"] = "application/x-protobuf"
-            kind = {"content": body}
-        else:
-            kind = {} if body is None else {"json": body}
+            body, content = None, body
         address = f"{self.base}/api/v1/{path}"
-        return httpx.request(method, address, headers=headers, timeout=120, **kind)
+        return httpx.request(
+            method, address, headers=headers, timeout=120, json=body, content=content
+        )
 
     def call(self, path: str, body: Any) -> Any:
         response = self.send(path, body)
@@ -118,7 +118,7 @@ class Client:
         body = encoded(model, self.next_id(model), loss, data, **options)
         return self.call("forward_backward", body)
 
-    def model_call(self, path: str, model: str, **fields) -> Any:
+    def model_call(self, path: str, model: str, /, **fields) -> Any:
         """The future of a request of a model."""
         return self.call(path, {"model_id": model, "seq_id": self.next_id(model)} | fields)
 

@@ -132,9 +132,9 @@ def test_sampling_uses_the_trained_weights(client):
     model = client.create(4)
     target = [*PROMPT[1:], 9]
     datum = PROMPT, {"target_tokens": np.array(target)}
-    for _ in range(15):
+    for _ in range(30):
         client.train(model, "cross_entropy", [datum])
-        client.wait(client.step(model, learning_rate=0.05))
+        client.wait(client.step(model, learning_rate=0.01))
     sampler = client.sampler(model, 40)
     greedy = client.sample(sampler, 0, PROMPT, sampling_params={"temperature": 0.0})
     [(tokens, _, _)] = sampled(client.wait(greedy))
