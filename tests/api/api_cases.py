@@ -32,6 +32,7 @@ def arguments(model_folder, run_dir, *more):
         "--config.rollout.max_num_batched_tokens=128",
         "--config.learner.token_budget=128",
         "--config.learner.halvings=0",
+        "--config.mesh.fsdp=1",
         *more,
     ]
 
@@ -98,10 +99,17 @@ class Client:
         return self
 
     def wait(self, future: Any) -> httpx.Response:
-        """The result of a request."""
+        """The result of a request that does not fail."""
         response = self.send("retrieve_future", {"request_id": future["request_id"]})
         assert response.status_code == 200, response.text
+        assert b'{"error": ' not in response.content, response.text
         return response
+
+    def failure(self, future: Any) -> Any:
+        """The error of a request that fails."""
+        failed = self.call("retrieve_future", {"request_id": future["request_id"]})
+        assert failed.keys() == {"error", "category"}
+        return failed
 
     def create(self, number: int, rank: int = 4, **lora) -> str:
         config = {"rank": rank, "seed": 0} | lora
