@@ -12,6 +12,7 @@ from jaxrl.http.errors import RequestError
 log = logging.getLogger(__name__)
 
 RequestWork = Callable[[], Awaitable[bytes]]  # the body of the result
+Queued = collections.deque[tuple[str, RequestWork]]  # the requests of a client, in order
 
 
 class Results:
@@ -60,9 +61,7 @@ class TrainingQueue:
 
     def __init__(self, results: Results, max_queued: int):
         self._results, self._max_queued = results, max_queued
-        self._waiting: dict[
-            str, collections.deque[tuple[str, RequestWork]]
-        ] = {}  # by client, in turns
+        self._waiting: dict[str, Queued] = {}  # by client, the next one first
         self._added = asyncio.Event()
 
     def check_room(self, owner: str) -> None:

@@ -100,14 +100,21 @@ class Client:
 
     def wait(self, future: Any) -> httpx.Response:
         """The result of a request that does not fail."""
-        response = self.send("retrieve_future", {"request_id": future["request_id"]})
-        assert response.status_code == 200, response.text
+        response = self.poll(future)
         assert b'{"error": ' not in response.content, response.text
         return response
 
+    def poll(self, future: Any) -> httpx.Response:
+        """The response when a request has ended."""
+        while True:
+            response = self.send("retrieve_future", {"request_id": future["request_id"]})
+            assert response.status_code == 200, response.text
+            if b'"try_again"' not in response.content:
+                return response
+
     def failure(self, future: Any) -> Any:
         """The error of a request that fails."""
-        failed = self.call("retrieve_future", {"request_id": future["request_id"]})
+        failed = self.poll(future).json()
         assert failed.keys() == {"error", "category"}
         return failed
 
