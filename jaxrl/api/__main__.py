@@ -28,8 +28,8 @@ except ModuleNotFoundError as missing:
 
 from jaxrl.api.adapters import AdapterFiles, slot_adapters
 from jaxrl.api.app import ApiApp
-from jaxrl.api.models import Models
-from jaxrl.api.sampling import Sampler, Slots, loader
+from jaxrl.api.models import TrainedModels
+from jaxrl.api.sampling import AdapterSlots, Sampler, loader
 from jaxrl.api.service import Service
 from jaxrl.api.store import Store
 from jaxrl.api.training import Trainer
@@ -93,7 +93,7 @@ def make_service(
         model.engine, model.params, model.mesh, metrics, max_tasks=2 * options.max_waiting
     )
     trainer = Trainer(run, without_adapters(model.params), layout.rules, layout.dtype)
-    models = Models(
+    models = TrainedModels(
         store,
         engine,
         AdapterFiles(trainer, options.name, model.folder),
@@ -108,7 +108,7 @@ def make_service(
         engine,
         metrics,
         ThreadPoolExecutor(WRITERS, "writer"),
-        Slots(options.slots, loader(model, engine)),
+        AdapterSlots(options.slots, loader(model, engine)),
         options.timeout_s,
     )
     return Service(

@@ -34,7 +34,7 @@ UNSUPPORTED = {"target_prompt_logprobs", "prompt_alt_tokens_k", "record_stabilit
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """What to sample from one prompt."""
+    """A prompt, and how to sample from it."""
 
     tokens: np.ndarray  # int32 [prompt_len]
     n: int
@@ -118,7 +118,7 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
         message = "only adam_params are supported, as models are created with adamw"
         raise RequestError(400, message, param="optimizer_params")
     given = mapping(body, "adam_params")
-    fields = {field.name: field.default for field in dataclasses.fields(AdamParams)}
+    fields = dataclasses.asdict(AdamParams())
     check_names(given, fields)
     params = AdamParams(**{name: number(given, name, fields[name]) for name in fields})
     for name in ("beta1", "beta2"):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxrl.api.wire import (
-    Value,
+    FieldValue,
     as_bytes,
     as_int,
     bytes_field,
@@ -73,7 +73,7 @@ def _training_request(raw: bytes) -> TrainingRequest:
     return TrainingRequest(text[1], numbers[2], tuple(data), text[4], options, bool(numbers[6]))
 
 
-def _entry(value: Value) -> tuple[str, bytes]:
+def _entry(value: FieldValue) -> tuple[str, bytes]:
     """(key, value) of an entry of a map."""
     found = dict(read_fields(as_bytes(value)))
     return as_bytes(found.get(1, b"")).decode(), as_bytes(found.get(2, b""))
@@ -144,7 +144,7 @@ def _map_entry(number: int, key: str, value: bytes) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class TopLogprobs:
+class TopMatrix:
     """The k most likely tokens at each of n places; NO_LOGPROB where there are none."""
 
     tokens: np.ndarray  # int32 [n, k]
@@ -161,13 +161,13 @@ class TopLogprobs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class SampledTokens:
     """One sampled sequence."""
 
     tokens: np.ndarray  # int32 [n]
     logprobs: np.ndarray  # float32 [n]
     stop_reason: str  # "stop" | "length"
-    top: TopLogprobs | None = None
+    top: TopMatrix | None = None
 
     def encoded(self) -> bytes:
         parts = number_field(1, STOP_REASONS[self.stop_reason])
@@ -177,7 +177,7 @@ class Sample:
 
 
 def sample_output(
-    samples: Sequence[Sample], prompt: np.ndarray | None, top: TopLogprobs | None
+    samples: Sequence[SampledTokens], prompt: np.ndarray | None, top: TopMatrix | None
 ) -> bytes:
     """SampleResponse; `prompt` has the logprobs of the prompt's tokens, NaN where there are none.
 

@@ -26,7 +26,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler"}  # of checkpoints,
 
 
 @dataclasses.dataclass(frozen=True)
-class Models:
+class TrainedModels:
     """Every method but `check` runs one request, and returns the body of its result.
 
     Methods raise ValueError or RequestError for what the client can change.

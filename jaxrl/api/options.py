@@ -91,7 +91,7 @@ def read_keys(path: str) -> frozenset[str]:
 
 
 def run_errors(run: RunConfig) -> list[str]:
-    """What clients choose, and layouts that training here does not have."""
+    """Errors for keys that clients choose, and for layouts that training here does not have."""
     errors = []
     if run.lora.rank:
         errors.append("--config.lora.rank: clients choose their adapters; leave it out")

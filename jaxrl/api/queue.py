@@ -11,7 +11,8 @@ from jaxrl.http.errors import RequestError
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], Awaitable[bytes]]  # the body of the result
+RequestWork = Callable[[], Awaitable[bytes]]  # the body of the result
+Queued = collections.deque[tuple[str, RequestWork]]  # the requests of a client, in order
 
 
 class Results:
@@ -26,14 +27,14 @@ class Results:
         """The work of this request will be run."""
         self._ended[request] = asyncio.Event()
 
-    def start(self, request: str, work: Work) -> None:
+    def start(self, request: str, work: RequestWork) -> None:
         """Runs the work next to others."""
         self.expect(request)
         task = asyncio.create_task(self.run(request, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def run(self, request: str, work: Work) -> None:
+    async def run(self, request: str, work: RequestWork) -> None:
         """Runs the work and records the body of its result, or its error."""
         state = FAILED
         try:
@@ -42,7 +43,7 @@ class Results:
             state, body = FAILED, failure(error.message, by_client=error.status < 500)
         except ValueError as error:
             body = failure(str(error), by_client=True)
-        except Exception as error:  # of the device: other requests must go on
+        except Exception as error:  # of the device: other requests continue
             log.exception("the request %s failed", request)
             body = failure(f"the server failed ({type(error).__name__})", by_client=False)
         await asyncio.to_thread(self._store.end, request, state, body)
@@ -60,7 +61,7 @@ class TrainingQueue:
 
     def __init__(self, results: Results, max_queued: int):
         self._results, self._max_queued = results, max_queued
-        self._waiting: dict[str, collections.deque[tuple[str, Work]]] = {}  # by client, in turns
+        self._waiting: dict[str, Queued] = {}  # by client, the next one first
         self._added = asyncio.Event()
 
     def check_room(self, owner: str) -> None:
@@ -70,7 +71,7 @@ class TrainingQueue:
                 429, f"{self._max_queued} training requests are queued; try again later"
             )
 
-    def add(self, owner: str, request: str, work: Work) -> None:
+    def add(self, owner: str, request: str, work: RequestWork) -> None:
         self._results.expect(request)
         self._waiting.setdefault(owner, collections.deque()).append((request, work))
         self._added.set()

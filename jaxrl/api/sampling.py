@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.api.fields import SampleRequest
-from jaxrl.api.messages import NO_LOGPROB, Sample, TopLogprobs, sample_output
+from jaxrl.api.messages import NO_LOGPROB, SampledTokens, TopMatrix, sample_output
 from jaxrl.models.files.adapter_stack import put_adapter
-from jaxrl.serve.choice import Choice
-from jaxrl.serve.choice import TopLogprobs as Pairs
+from jaxrl.serve.choice import Choice, TopLogprobs
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model
@@ -23,11 +22,12 @@ from jaxrl.serve.requests.request import GenerationRequest
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.score import Scores, score
 from jaxrl.types import Tree
+from sharding.rules import DECODE
 
 MAX_SEED = 2**31 - 1
 
 
-class Slots:
+class AdapterSlots:
     """The places of adapters in the engine: which folder each has, and who uses it.
 
     Used on the event loop only. A place stays while requests use it; of the others the least
@@ -102,7 +102,7 @@ class Sampler:
     engine: ServingThread
     metrics: ServerMetrics
     workers: ThreadPoolExecutor
-    slots: Slots
+    slots: AdapterSlots
     timeout_s: float
 
     async def sample(self, request: SampleRequest, folder: Path | None) -> bytes:
@@ -147,12 +147,12 @@ class Sampler:
 
     async def _prompt(
         self, request: SampleRequest, slot: int
-    ) -> tuple[np.ndarray, TopLogprobs | None]:
+    ) -> tuple[np.ndarray, TopMatrix | None]:
         """(logprobs of the prompt's tokens, NaN where not scored; the most likely tokens)."""
-        tokens, rules = request.tokens, self.model.layout.rules
+        tokens = request.tokens
 
         def work(params: Tree) -> tuple[Tree, Scores]:
-            return params, score(params, tokens, temperature=1.0, adapter=slot, rules=rules)
+            return params, score(params, tokens, temperature=1.0, adapter=slot, rules=DECODE)
 
         n, k = len(tokens), request.n_top_prompt
         logp = np.full(n, np.nan, np.float32)
@@ -167,11 +167,11 @@ class Sampler:
         ids, tops = np.zeros((n, k), np.int32), np.full((n, k), NO_LOGPROB, np.float32)
         ids[1:], tops[1:] = scores.top[:, :k], scores.top_logp[:, :k]
         ids[: n - request.n_scored], tops[: n - request.n_scored] = 0, NO_LOGPROB
-        return logp, TopLogprobs(ids, tops)
+        return logp, TopMatrix(ids, tops)
 
 
 def loader(model: Model, engine: ServingThread) -> Callable[[int, Path, bool], asyncio.Future]:
-    """The `load` of Slots for an engine."""
+    """The `load` of AdapterSlots for an engine."""
     versions = iter(range(1, 2**62))
 
     def load(slot: int, folder: Path, drop_cache: bool) -> asyncio.Future:
@@ -187,17 +187,17 @@ def loader(model: Model, engine: ServingThread) -> Callable[[int, Path, bool], a
     return load
 
 
-def _sample(choice: Choice, n_top: int) -> Sample:
+def _sample(choice: Choice, n_top: int) -> SampledTokens:
     tokens, logp = np.asarray(choice.tokens, np.int32), np.asarray(choice.logp, np.float32)
     top = _top(choice.top[: len(tokens)], n_top) if n_top else None
-    return Sample(tokens, logp, choice.finish_reason, top)
+    return SampledTokens(tokens, logp, choice.finish_reason, top)
 
 
-def _top(pairs: list[Pairs], k: int) -> TopLogprobs:
+def _top(pairs: list[TopLogprobs], k: int) -> TopMatrix:
     rows = [row[:k] for row in pairs]
     ids = [[token for token, _ in row] for row in rows]
     logps = [[logp for _, logp in row] for row in rows]
     shape = len(rows), k
-    return TopLogprobs(
+    return TopMatrix(
         np.asarray(ids, np.int32).reshape(shape), np.asarray(logps, np.float32).reshape(shape)
     )

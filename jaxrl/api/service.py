@@ -1,4 +1,4 @@
-"""What the endpoints of the training API answer; work is queued, and its results are retrieved."""
+"""The answers of the endpoints: requests are checked and queued, their results retrieved later."""
 
 import asyncio
 import dataclasses
@@ -23,10 +23,10 @@ from jaxrl.api.fields import (
 )
 from jaxrl.api.losses import read_options, read_samples
 from jaxrl.api.messages import TrainingRequest, read_training_request
-from jaxrl.api.models import SCHEME, Models
-from jaxrl.api.queue import Results, TrainingQueue, Work
+from jaxrl.api.models import SCHEME, TrainedModels
+from jaxrl.api.queue import RequestWork, Results, TrainingQueue
 from jaxrl.api.sampling import Sampler
-from jaxrl.api.store import PENDING, SAMPLE, Result, Store
+from jaxrl.api.store import PENDING, SAMPLE, RequestResult, Store
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Json
 from jaxrl.models.files.adapter import adapter_config
@@ -43,7 +43,7 @@ class Service:
     def __init__(
         self,
         store: Store,
-        models: Models,
+        models: TrainedModels,
         sampler: Sampler,
         compiler: BackgroundCompiler,
         *,
@@ -227,7 +227,7 @@ class Service:
         )
 
     def _saved(self, client: str, body: Mapping[str, Any]) -> Json:
-        """What a checkpoint of a model has next to its weights."""
+        """The lifetime and the metadata of a checkpoint that a request asks for."""
         ttl_s = None if body.get("ttl_seconds") is None else integer(body, "ttl_seconds")
         if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
             message = f"ttl_seconds={ttl_s} is not within {MIN_TTL_S} to {MAX_TTL_S}"
@@ -237,13 +237,15 @@ class Service:
         metadata = details | {"user_metadata": dict(mapping(body, "user_metadata")) or None}
         return {"ttl_s": ttl_s, "metadata": metadata}
 
-    def _model_request(self, client: str, body: Mapping[str, Any], kind: str, work: Work) -> Json:
+    def _model_request(
+        self, client: str, body: Mapping[str, Any], kind: str, work: RequestWork
+    ) -> Json:
         model, seq_id = text(body, "model_id"), integer(body, "seq_id")
         self.models.check(model, client)
         return self._train(client, model, f"{model}:{seq_id}", kind, work, seq_id)
 
     def _train(
-        self, client: str, model: str, request: str, kind: str, work: Work, seq_id: int = 0
+        self, client: str, model: str, request: str, kind: str, work: RequestWork, seq_id: int = 0
     ) -> Json:
         """Queues a training request, unless the client sends it again; the future of its result."""
         self.queue.check_room(client)
@@ -251,7 +253,7 @@ class Service:
             self.queue.add(client, request, work)
         return {"request_id": request, "model_id": model}
 
-    async def result(self, request: str, client: str, *, timeout_s: float) -> Result:
+    async def result(self, request: str, client: str, *, timeout_s: float) -> RequestResult:
         found = self.store.result(request, client)
         if found.state == PENDING:
             await self.results.wait(request, timeout_s)

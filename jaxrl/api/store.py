@@ -1,8 +1,8 @@
-"""What the server remembers in its run folder: sessions, models, samplers, checkpoints, results.
+"""The records in the run folder: sessions, models, samplers, checkpoints and results.
 
 One SQLite file, which a transaction changes completely or not at all, also if the process is
-killed. What a client has been answered is in it. Every row has an owner, and a client only finds
-its own rows.
+killed. Everything that a client has been answered is in it. Every row has an owner, and a client
+only finds its own rows.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ RESTARTED = "the server was restarted before the request had run"
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class RequestResult:
     """The outcome of a request so far: the body of a response, or the message of an error."""
 
     state: str  # PENDING, DONE or FAILED
@@ -100,7 +100,7 @@ class Store:
     def sessions(self, owner: str) -> list[dict[str, Any]]:
         return self._all("sessions", owner)
 
-    # Models
+    # TrainedModels
 
     def add_model(self, model: str, owner: str, session: str, details: dict[str, Any]) -> None:
         """Records a model that can be trained; an older one of this id is replaced."""
@@ -213,7 +213,7 @@ class Store:
         """Records the outcome of a request."""
         self._run("UPDATE futures SET state = ?, body = ? WHERE id = ?", state, body, request)
 
-    def result(self, request: str, owner: str) -> Result:
+    def result(self, request: str, owner: str) -> RequestResult:
         """Raises RequestError (410) for a request that is unknown, or whose result is gone."""
         rows = self._run("SELECT * FROM futures WHERE id = ? AND owner = ?", request, owner)
         if not rows:
@@ -221,7 +221,7 @@ class Store:
         [row] = rows
         if row["state"] != PENDING and row["read"] is None:
             self._run("UPDATE futures SET read = ? WHERE id = ?", time.time(), request)
-        return Result(row["state"], bytes(row["body"]), row["kind"])
+        return RequestResult(row["state"], bytes(row["body"]), row["kind"])
 
     def _one(self, table: str, row: str, owner: str, noun: str, key: str = "id") -> dict[str, Any]:
         rows = self._run(f"SELECT * FROM {table} WHERE {key} = ? AND owner = ?", row, owner)

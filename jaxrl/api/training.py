@@ -59,7 +59,7 @@ class Trainer:
     """The programs of training, for any adapter of `base`; call on the device's thread.
 
     The base is shared by all adapters and by the engine. Gradients are those of sums over tokens.
-    An adapter is trained in calls of its own, so that its numbers do not depend on other adapters.
+    An adapter is trained in separate calls, so that its numbers do not depend on other adapters.
     """
 
     cfg: RunConfig

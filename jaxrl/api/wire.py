@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MAX_VARINT_BITS = 63
-Value = int | bytes
+FieldValue = int | bytes
 
 
-def read_fields(raw: bytes) -> Iterator[tuple[int, Value]]:
+def read_fields(raw: bytes) -> Iterator[tuple[int, FieldValue]]:
     """(number, value) of each field: an int for a varint, else the bytes of the value.
 
     Raises ValueError for what is no message.
@@ -50,7 +50,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def read_packed(value: Value) -> list[int]:
+def read_packed(value: FieldValue) -> list[int]:
     """The numbers of a repeated field of varints, which may be packed."""
     if isinstance(value, int):
         return [value]
@@ -61,18 +61,18 @@ def read_packed(value: Value) -> list[int]:
     return found
 
 
-def read_double(value: Value) -> float:
+def read_double(value: FieldValue) -> float:
     return struct.unpack("<d", as_bytes(value))[0]
 
 
-def as_bytes(value: Value) -> bytes:
+def as_bytes(value: FieldValue) -> bytes:
     """The value of a field that has bytes. Raises ValueError if it is a number."""
     if isinstance(value, int):
         raise ValueError("a field has a number in place of bytes")
     return value
 
 
-def as_int(value: Value) -> int:
+def as_int(value: FieldValue) -> int:
     """The value of a field that has a number. Raises ValueError if it has bytes."""
     if not isinstance(value, int):
         raise ValueError("a field has bytes in place of a number")

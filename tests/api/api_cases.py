@@ -32,6 +32,7 @@ def arguments(model_folder, run_dir, *more):
         "--config.rollout.max_num_batched_tokens=128",
         "--config.learner.token_budget=128",
         "--config.learner.halvings=0",
+        "--config.mesh.fsdp=1",
         *more,
     ]
 
@@ -79,14 +80,14 @@ class Client:
     seq_ids: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def send(self, path: str, body: Any = None, method: str = "POST") -> httpx.Response:
-        headers = {"X-API-Key": self.key}
+        headers, content = {"X-API-Key": self.key}, None
         if isinstance(body, bytes):
             headers["Content-Type"] = "application/x-protobuf"
-            kind = {"content": body}
-        else:
-            kind = {} if body is None else {"json": body}
+            body, content = None, body
         address = f"{self.base}/api/v1/{path}"
-        return httpx.request(method, address, headers=headers, timeout=120, **kind)
+        return httpx.request(
+            method, address, headers=headers, timeout=120, json=body, content=content
+        )
 
     def call(self, path: str, body: Any) -> Any:
         response = self.send(path, body)
@@ -98,10 +99,24 @@ class Client:
         return self
 
     def wait(self, future: Any) -> httpx.Response:
-        """The result of a request."""
-        response = self.send("retrieve_future", {"request_id": future["request_id"]})
-        assert response.status_code == 200, response.text
+        """The result of a request that does not fail."""
+        response = self.poll(future)
+        assert b'{"error": ' not in response.content, response.text
         return response
+
+    def poll(self, future: Any) -> httpx.Response:
+        """The response when a request has ended."""
+        while True:
+            response = self.send("retrieve_future", {"request_id": future["request_id"]})
+            assert response.status_code == 200, response.text
+            if b'"try_again"' not in response.content:
+                return response
+
+    def failure(self, future: Any) -> Any:
+        """The error of a request that fails."""
+        failed = self.poll(future).json()
+        assert failed.keys() == {"error", "category"}
+        return failed
 
     def create(self, number: int, rank: int = 4, **lora) -> str:
         config = {"rank": rank, "seed": 0} | lora
@@ -118,7 +133,7 @@ class Client:
         body = encoded(model, self.next_id(model), loss, data, **options)
         return self.call("forward_backward", body)
 
-    def model_call(self, path: str, model: str, **fields) -> Any:
+    def model_call(self, path: str, model: str, /, **fields) -> Any:
         """The future of a request of a model."""
         return self.call(path, {"model_id": model, "seq_id": self.next_id(model)} | fields)
 

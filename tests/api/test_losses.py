@@ -1,5 +1,7 @@
 """The losses against numpy, by the formulas of https://tinker-docs.thinkingmachines.ai/losses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +48,8 @@ CASES = {  # name: (options, losses, gradients with respect to logp)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_the_documentation(name):
     given, losses, gradients = CASES[name]
-    batch = empty_batch(1, 8).replace(
+    batch = dataclasses.replace(
+        empty_batch(1, 8),
         advantages=jnp.asarray(A, jnp.float32),
         rollout_logp=jnp.asarray(SAMPLED, jnp.float32),
         selected=jnp.asarray(MASK, jnp.float32),

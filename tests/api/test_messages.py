@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxrl.api.messages import (
-    Sample,
-    TopLogprobs,
+    SampledTokens,
+    TopMatrix,
     read_training_request,
     sample_output,
     training_output,
@@ -72,8 +72,8 @@ def test_outputs_have_the_logprobs_of_each_sequence():
 
 
 def test_samples_have_tokens_logprobs_and_a_stop_reason():
-    top = TopLogprobs(np.array([[7, 8]], np.int32), np.array([[-0.5, -1]], np.float32))
-    sample = Sample(np.array([7], np.int32), np.array([-0.5], np.float32), "length", top)
+    top = TopMatrix(np.array([[7, 8]], np.int32), np.array([[-0.5, -1]], np.float32))
+    sample = SampledTokens(np.array([7], np.int32), np.array([-0.5], np.float32), "length", top)
     (_, one), (number, prompt) = read_fields(
         sample_output([sample], np.array([np.nan, -2], np.float32), None)
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.api.queue import Results, TrainingQueue
-from jaxrl.api.sampling import Slots
+from jaxrl.api.sampling import AdapterSlots
 from jaxrl.api.store import DONE, FAILED, Store
 from jaxrl.http.errors import RequestError
 
@@ -80,7 +80,7 @@ def test_a_place_that_is_in_use_is_not_overwritten():
         loaded.append((slot, folder.name, drop_cache))
 
     async def main():
-        slots = Slots(2, lambda *arguments: asyncio.ensure_future(load(*arguments)))
+        slots = AdapterSlots(2, lambda *arguments: asyncio.ensure_future(load(*arguments)))
         a, b, c = Path("a"), Path("b"), Path("c")
         async with slots.slot(None) as base, slots.slot(a) as first, slots.slot(b) as second:
             assert (base, first, second) == (0, 1, 2)
@@ -93,7 +93,7 @@ def test_a_place_that_is_in_use_is_not_overwritten():
         async with slots.slot(a) as again, slots.slot(c) as still:
             assert (again, still) == (2, 1)
 
-    async def use(slots: Slots, folder: Path) -> int:
+    async def use(slots: AdapterSlots, folder: Path) -> int:
         async with slots.slot(folder) as slot:
             return slot
 
@@ -110,7 +110,7 @@ def test_a_place_whose_load_failed_is_free():
             raise ValueError("of another model")
 
     async def main():
-        slots = Slots(1, lambda *arguments: asyncio.ensure_future(load(*arguments)))
+        slots = AdapterSlots(1, lambda *arguments: asyncio.ensure_future(load(*arguments)))
         with pytest.raises(ValueError, match="of another model"):
             async with slots.slot(Path("a")):
                 pass
