@@ -220,24 +220,29 @@ def make_encoder(host: HostSide, policy: Policy, rules: Rules) -> ImageEncoder |
 
 
 def with_own_tower(engines: Engines, host: HostSide, policy: Policy) -> Engines:
-    """Engines whose images are read by a tower on the devices of this process.
+    """Engines whose images are read by a tower on the devices of this process, if the run has any.
 
     Rollout workers get the features with the requests, and have no tower.
     """
-    layout, decoder = engines.layout, policy.decoder
+    layout = engines.layout
     if isinstance(layout, RemoteWeights):
         rules, mesh = layout.layout.rules, make_mesh(jax.local_devices()[:1])
     else:
         rules, mesh = layout.rules, layout.mesh(jax.sharding.get_mesh())
     with jax.set_mesh(mesh):
-        encoder = make_encoder(host, policy, rules)
-    images = open_images(host.models, encoder)
-    assert encoder is not None and images is not None, "a run with a tower reads images"
-    if decoder.tower is None:
+        if (encoder := make_encoder(host, policy, rules)) is None:
+            return engines
         encoder.load()
-        return dataclasses.replace(engines, images=images)
+    return dataclasses.replace(engines, images=open_images(host.models, encoder))
+
+
+def with_moved_tower(engines: Engines, policy: Policy) -> Engines:
+    """Engines whose own tower becomes training's before each rollout, if that is trained."""
+    layout, images = engines.layout, engines.images
+    if policy.decoder.tower is None or images is None:
+        return engines
     assert isinstance(layout, Layout) and isinstance(layout.resharding, Resharding)
-    specs = partition_specs(decoder_specs(decoder).tower, rules)
+    specs = partition_specs(decoder_specs(policy.decoder).tower, layout.rules)
     move = functools.partial(layout.resharding.reshard, specs=specs, dtype=policy.dtype)
     return dataclasses.replace(engines, images=dataclasses.replace(images, move=move))
 
@@ -251,8 +256,8 @@ def start_run(devices: Devices) -> Run:
     engines = with_idle_policy(engines, core)
     # A thread generates, or processes generate different responses: not in step with training
     alone = cfg.schedule.mode == "async" or engines.layout.per_process
-    if host.models.tower is not None and alone:
-        engines = with_own_tower(engines, host, devices.policy)
+    if alone:
+        engines = with_moved_tower(with_own_tower(engines, host, devices.policy), devices.policy)
     run = Run(
         core=core,
         rewards=host.rewards,
