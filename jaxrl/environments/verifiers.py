@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from typing import Any
 
 from jaxrl.data.sources.verifiers_tasks import import_verifiers, open_environment
@@ -24,6 +25,7 @@ class VerifiersAgent:
     async def __call__(self, base_url: str, api_key: str, task: dict[str, Any]) -> dict[str, Any]:
         """The reward and the metrics of an episode. Raises RuntimeError if it failed."""
         vf, chosen = self._verifiers, self._find(task["extra"].get("verifiers"))
+        os.environ.pop("PYTHONPATH", None)  # of the run: a harness has an environment with packages
         client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = vf.ModelContext(model="policy", client=client)
         async with self._env.serving():
@@ -31,8 +33,7 @@ class VerifiersAgent:
             episode = await self._env.run_slot(slot, context)
         if not episode.ok:
             errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
-            last = f"{errors[-1].type}: {errors[-1].message}" if errors else "no reason is given"
-            raise RuntimeError(f"verifiers: {last}")
+            raise RuntimeError(f"verifiers: {reason(errors[-1]) if errors else 'no reason given'}")
         [trace] = episode.traces
         return {"reward": trace.reward} | {
             name: value
@@ -51,3 +52,12 @@ class VerifiersAgent:
             f"{self._where} has no such task as the row of the data; set data.train and data.val "
             "to 'verifiers:ID' with the same id and options"
         )
+
+
+def reason(error: Any) -> str:
+    """The type of an error of verifiers, with the first and the last line of its message.
+
+    The message may be the output of a program, which ends with the cause.
+    """
+    lines = [line for line in error.message.splitlines() if line.strip()] or [""]
+    return f"{error.type}: {lines[0]}" + (f" ... {lines[-1]}" if len(lines) > 1 else "")

@@ -87,7 +87,7 @@ class Environment:
     async def run_slot(self, task, context):
         assert self.live and context.model == "policy"
         assert context.client == ("http://x/v1", "OPENAI_API_KEY")
-        error = types.SimpleNamespace(type="HarnessError", message="it fell")
+        error = types.SimpleNamespace(type="HarnessError", message="it fell\n  at once\nOSError\n")
         failed = task.place == 4
         metrics = {"turns": 2.0, "unknown": None, "infinite": float("inf"), "reward": 9.0}
         trace = types.SimpleNamespace(
@@ -145,7 +145,7 @@ def test_tasks_of_an_endless_taskset_are_read_up_to_the_limit(package):
 
 def test_an_episode_that_fails_has_the_reason(package):
     [row] = [row for row in rows_of("verifiers:sums") if row["answer"] == "5"]
-    with pytest.raises(RuntimeError, match="verifiers: HarnessError: it fell"):
+    with pytest.raises(RuntimeError, match=r"^verifiers: HarnessError: it fell \.\.\. OSError$"):
         play(VerifiersAgent("sums"), row)
 
 
