@@ -100,7 +100,7 @@ def abstract_batch(run: RunConfig, mesh) -> Batch:
                 (rows, row_len), jnp.int32 if name in INTS else jnp.float32, sharding=sharding
             )
             for name in Batch.__dataclass_fields__
-            if name not in ("support", "experts", "images", "axis_positions", "parts")
+            if name not in ("support", "experts", "images", "axis_positions", "parts", "teacher")
         }
     )
 

@@ -59,8 +59,8 @@ def test_batch_fields_have_the_declared_dtypes():
     [packed] = pack([make_sample(0, 2, 2)], shapes=((1, 8),), align=4, n_ranks=1)
     integers = {"tokens", "targets", "segments", "positions", "until", "copies"}
     fields = vars(packed.batch)
-    names = "support", "experts", "images", "axis_positions", "parts"
-    assert [fields.pop(name) for name in names] == [None] * 5
+    names = "support", "experts", "images", "axis_positions", "parts", "teacher"
+    assert [fields.pop(name) for name in names] == [None] * 6
     for name, array in fields.items():
         assert array.dtype == (np.int32 if name in integers else np.float32), name
 
