@@ -1,8 +1,7 @@
-"""Rules between the keys of the algorithm, the critic and the teacher."""
+"""Rules between the keys of the algorithm and the critic."""
 
 from jaxrl.config.choices import (
     DISCOUNTED_ADVANTAGES,
-    FULL_KLS,
     GROUP_ADVANTAGES,
     MASKING_CORRECTIONS,
     PENALIZED_LOSSES,
@@ -11,6 +10,7 @@ from jaxrl.config.choices import (
     RESPONSE_LOSSES,
     TURN_ADVANTAGES,
 )
+from jaxrl.config.checks.kl import kl_errors, teacher_errors
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.preconditions import unmet
 from jaxrl.config.rejections import read_rejection
@@ -26,9 +26,9 @@ def algorithm_errors(run: RunConfig) -> list[str]:
         *_advantage_errors(run),
         *_reward_errors(run),
         *_critic_errors(run),
-        *_teacher_errors(run),
+        *teacher_errors(run),
         *_dapo_errors(run),
-        *_kl_errors(run),
+        *kl_errors(run),
         *_correction_errors(run.algorithm),
         *_token_selection_errors(run),
         *_log_ratio_errors(run),
@@ -237,72 +237,6 @@ def _critic_errors(run: RunConfig) -> list[str]:
         errors.append(
             f"critic.warmup_steps={run.critic.warmup_steps} leaves none of "
             f"total_steps={run.total_steps} for the policy; set fewer"
-        )
-    return errors
-
-
-def _teacher_errors(run: RunConfig) -> list[str]:
-    errors, algorithm = [], run.algorithm
-    distills = algorithm.advantage == "distill"
-    if distills and not (algorithm.teacher or run.self_distillation.context):
-        errors.append(
-            "algorithm.advantage='distill' learns from a teacher alone, but algorithm.teacher is "
-            "''; set a model folder, self_distillation.context, or another algorithm.advantage"
-        )
-    if (distills or algorithm.teacher) and algorithm.kl_coef == 0:
-        errors.append(
-            f"algorithm.teacher={algorithm.teacher!r} has no weight with algorithm.kl_coef=0; set "
-            "algorithm.kl_coef (1.0 with algorithm.advantage='distill')"
-        )
-    if distills and algorithm.kl_in == "loss" and algorithm.gamma != 1.0:
-        errors.append(
-            f"algorithm.gamma={algorithm.gamma} discounts token rewards, but "
-            "algorithm.advantage='distill' has none with algorithm.kl_in='loss'; set "
-            "algorithm.gamma=1.0, or algorithm.kl_in='reward'"
-        )
-    if algorithm.teacher and algorithm.ref_refresh_every:
-        errors.append(
-            f"algorithm.ref_refresh_every={algorithm.ref_refresh_every} would replace "
-            f"algorithm.teacher={algorithm.teacher!r} by the policy; set only one of them"
-        )
-    return errors
-
-
-def _kl_errors(run: RunConfig) -> list[str]:
-    errors, algorithm, kl = [], run.algorithm, run.algorithm.kl
-    if algorithm.kl_beta != 0.5 and kl != "jsd":
-        errors.append(
-            f"algorithm.kl_beta={algorithm.kl_beta} has no effect with algorithm.kl={kl!r}; set "
-            "algorithm.kl='jsd', or algorithm.kl_beta=0.5"
-        )
-    if algorithm.kl_top_k and kl not in ("full", "jsd"):
-        errors.append(
-            f"algorithm.kl_top_k={algorithm.kl_top_k} has no effect with algorithm.kl={kl!r}, "
-            "which compares no distributions; set algorithm.kl='jsd' or 'full', or "
-            "algorithm.kl_top_k=0"
-        )
-    if kl in FULL_KLS and algorithm.kl_coef == 0:
-        errors.append(
-            f"algorithm.kl={kl!r} has no effect with algorithm.kl_coef=0, which loads no reference "
-            "model; set algorithm.kl_coef above 0, or leave algorithm.kl at 'auto'"
-        )
-    if algorithm.ref_refresh_every and algorithm.kl_coef == 0:
-        errors.append(
-            f"algorithm.ref_refresh_every={algorithm.ref_refresh_every} has no effect with "
-            "algorithm.kl_coef=0, which loads no reference model; set algorithm.kl_coef above 0, "
-            "or algorithm.ref_refresh_every=0"
-        )
-    if algorithm.ref_refresh_rate != 1.0 and not algorithm.ref_refresh_every:
-        errors.append(
-            f"algorithm.ref_refresh_rate={algorithm.ref_refresh_rate} has no effect with "
-            "algorithm.ref_refresh_every=0, which never changes the reference; set "
-            "algorithm.ref_refresh_every, or algorithm.ref_refresh_rate=1.0"
-        )
-    if algorithm.kl_target and algorithm.kl_coef == 0:
-        errors.append(
-            f"algorithm.kl_target={algorithm.kl_target} adapts a weight that starts at "
-            "algorithm.kl_coef=0 and would stay there; set algorithm.kl_coef to the initial "
-            "weight, or algorithm.kl_target=0"
         )
     return errors
 
