@@ -1,5 +1,6 @@
 """Rules between the keys of the algorithm and the critic."""
 
+from jaxrl.config.checks.kl import kl_errors, teacher_errors
 from jaxrl.config.choices import (
     DISCOUNTED_ADVANTAGES,
     GROUP_ADVANTAGES,
@@ -10,7 +11,6 @@ from jaxrl.config.choices import (
     RESPONSE_LOSSES,
     TURN_ADVANTAGES,
 )
-from jaxrl.config.checks.kl import kl_errors, teacher_errors
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.preconditions import unmet
 from jaxrl.config.rejections import read_rejection
