@@ -128,7 +128,12 @@ def server(service: Service, options: argparse.Namespace) -> HttpServer:
     )
     bodies = BodyReader(options.max_body_mib << 20, 4 * options.max_body_mib << 20)
     app = ApiApp(service, bodies, options.keys).app()
-    return HttpServer(app, limits, end_responses=service.sampler_of.engine.request_stop)
+    return HttpServer(
+        app,
+        limits,
+        end_responses=service.sampler_of.engine.request_stop,
+        begin_shutdown=service.begin_shutdown,
+    )
 
 
 if __name__ == "__main__":

@@ -49,6 +49,17 @@ class Results:
         await asyncio.to_thread(self._store.end, request, state, body)
         self._ended.pop(request).set()
 
+    def end_polls(self) -> None:
+        """Ends the waiting of all clients, for example before a shutdown."""
+        for ended in self._ended.values():
+            ended.set()
+
+    async def cancel(self) -> None:
+        """Ends the work that runs next to others, without a result."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def wait(self, request: str, timeout_s: float) -> None:
         """Returns when the request has ended, or after the timeout."""
         if (ended := self._ended.get(request)) is not None:

@@ -76,9 +76,14 @@ class Service:
         self._compiler.start()
         self._running = asyncio.create_task(self.queue.run())
 
+    def begin_shutdown(self) -> None:
+        """Answers clients that wait for results; they find them after a restart."""
+        self.results.end_polls()
+
     async def stop(self) -> None:
         if self._running is not None:
             self._running.cancel()
+        await self.results.cancel()
         self._compiler.stop()
         await asyncio.to_thread(self.sampler_of.engine.stop)
         self.store.close()
@@ -396,7 +401,10 @@ def _checkpoint(row: Json) -> Json:
 
 def _page(path: Mapping[str, Any], name: str, rows: list[Any]) -> Json:
     """A part of the rows, the newest first, by the query's limit and offset."""
-    limit, offset = (int(path.get(key, default)) for key, default in (("limit", 20), ("offset", 0)))
+    try:
+        limit, offset = int(path.get("limit", 20)), int(path.get("offset", 0))
+    except ValueError as error:
+        raise RequestError(400, "limit and offset must be integers") from error
     cursor = {"offset": offset, "limit": limit, "total_count": len(rows)}
     return {name: rows[::-1][offset : offset + limit], "cursor": cursor}
 

@@ -19,6 +19,7 @@ from jaxrl.http.errors import RequestError
 
 FILE = "api.sqlite"
 KEPT_S = 3600.0  # for which the result of a request stays after a client has read it
+UNREAD_S = 7 * 86400.0  # for which it stays if no client reads it
 TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT, created REAL, seen REAL,
     details TEXT);
@@ -192,7 +193,9 @@ class Store:
             self._db.execute("INSERT INTO futures VALUES (?, ?, ?, ?, ?, ?, NULL)", new)
             values = seq_id, now, model
             self._db.execute("UPDATE models SET seq_id = ?, seen = ? WHERE id = ?", values)
-            self._db.execute("DELETE FROM futures WHERE read < ?", (now - KEPT_S,))
+            old = now - KEPT_S, now - UNREAD_S, PENDING
+            sql = "DELETE FROM futures WHERE (read < ? OR created < ?) AND state != ?"
+            self._db.execute(sql, old)
         return True
 
     @contextlib.contextmanager

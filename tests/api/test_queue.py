@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.api.queue import Results, TrainingQueue
 from jaxrl.api.sampling import AdapterSlots
-from jaxrl.api.store import DONE, FAILED, Store
+from jaxrl.api.store import DONE, FAILED, PENDING, Store
 from jaxrl.http.errors import RequestError
 
 
@@ -118,3 +118,23 @@ def test_a_place_whose_load_failed_is_free():
             assert slot == 1
 
     asyncio.run(main())
+
+
+def test_a_shutdown_ends_polls_and_leaves_work_pending(store):
+    async def main():
+        results = Results(store)
+
+        async def forever() -> bytes:
+            await asyncio.Event().wait()
+            return b""
+
+        store.begin("r", "a", "sample")
+        results.start("r", forever)
+        poll = asyncio.create_task(results.wait("r", 60))
+        await asyncio.sleep(0)
+        results.end_polls()
+        await asyncio.wait_for(poll, 5)
+        await results.cancel()
+
+    asyncio.run(main())
+    assert store.result("r", "a").state == PENDING  # a restart makes the client send it again
