@@ -333,7 +333,7 @@ def test_the_off_policy_mask_of_trl():
 
 
 @pytest.mark.parametrize("kl_in_reward", [False, True])
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "distill"])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in ("distill", "gigpo")])
 def test_advantages(name, kl_in_reward):
     if kl_in_reward and name in ("max_rl", "gdpo"):
         return  # refused
