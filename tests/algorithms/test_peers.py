@@ -237,7 +237,7 @@ def test_the_off_policy_mask_of_trl():
 
 
 @pytest.mark.parametrize("kl_in_reward", [False, True])
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "distill"])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in ("distill", "gigpo")])
 def test_advantages(name, kl_in_reward):
     if kl_in_reward and name in ("max_rl", "gdpo"):
         return  # refused
@@ -293,8 +293,8 @@ def test_the_value_loss_of_verl():
 
 
 def test_every_name_has_a_port():
-    # no sampled-token counterpart in these projects; jsd: tests/kernels/test_divergence.py
-    without = {"distill", "full", "full+", "jsd"}
+    # no counterpart in these projects: gigpo compares turns; jsd is in kernels/test_divergence.py
+    without = {"distill", "full", "full+", "jsd", "gigpo"}
     ours = set(itertools.chain(ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, AGGREGATIONS))
     ports = itertools.chain(peers.ADVANTAGES, peers.POLICY_LOSSES, peers.KLS, peers.AGGREGATIONS)
     assert ours - set(ports) == without

@@ -123,7 +123,7 @@ def test_branches_are_trained_or_only_the_last_conversation(credit, n_samples):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(advantage="gigpo"), "set env.name, env.agent or env.command"),
+        (dict(advantage="gigpo"), "set one of env.name, env.agent"),
         (dict(turn_weight=0.5), "has no effect with algorithm.advantage='grpo'"),
         (dict(branch_credit="last"), "has no effect without an agent"),
     ],
