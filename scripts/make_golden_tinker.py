@@ -9,8 +9,10 @@ import json
 import pathlib
 
 import numpy as np
-from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker import types  # pyright: ignore[reportMissingImports]  only in that environment
+from tinker.proto.request_conv import (  # pyright: ignore[reportMissingImports]
+    forward_backward_request_to_proto,
+)
 
 FOLDER = pathlib.Path(__file__).parents[1] / "tests" / "api" / "golden"
 REQUESTS = {  # name: (loss, options, forward only, tensors of each datum by name)

@@ -262,12 +262,9 @@ def rollout_tower(
     """
     mesh = jax.sharding.get_mesh()
     if cfg.schedule.rollout_workers:
-        mesh = make_mesh(mesh.devices.flat[:1])
-        return {
-            "rollout_tower": rollout_tower_bytes(
-                tower, worker_layout(cfg, decoder, dtype, mesh), mesh
-            )
-        }
+        mesh = make_mesh(list(mesh.devices.flat[:1]))
+        layout = worker_layout(cfg, decoder, dtype, mesh)
+        return {"rollout_tower": rollout_tower_bytes(tower, layout, mesh)}
     layout = rollout_layout(cfg, decoder, dtype, devices)
     copied = layout.per_process and not devices
     return {"rollout_tower": rollout_tower_bytes(tower, layout, mesh)} if copied else {}
