@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.http.errors import RequestError
+from jaxrl.json_text import parse_json
 
 FILE = "api.sqlite"
 KEPT_S = 3600.0  # for which the result of a request stays after a client has read it
@@ -244,7 +245,7 @@ def _is_expired(checkpoint: dict[str, Any]) -> bool:
 def _values(row: sqlite3.Row) -> dict[str, Any]:
     found = dict(row)
     if "details" in found:
-        found["details"] = json.loads(found["details"])
+        found["details"] = parse_json(found["details"])
     return found
 
 

@@ -1,7 +1,7 @@
 """The settings that docs/reference/keys.md gives for TRL's GRPO and RLOO give TRL's numbers.
 
 `trl_loss` is a NumPy port of TRL 1.16's loss with its arguments; nothing in it comes from jaxrl.
-The batch is that of tests/algorithms/test_peers.py: packed, with observation tokens.
+The batch is that of tests/algorithms/responses.py: packed, with observation tokens.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxrl.learner.policy_objective import token_loss_sums
 from jaxrl.trainer.phases.advantage import add_advantages
 from jaxrl.trainer.phases.mini_batches import drop_overlong
 from tests.algorithms import peers
-from tests.algorithms.test_peers import (
+from tests.algorithms.responses import (
     BATCH,
     LENGTHS,
     LONGEST,
