@@ -95,7 +95,8 @@ FAMILIES = {
         (
             "Three of four layers are gated DeltaNet: a sequence has a state of fixed size next to "
             "the KV pages of the other layers ([engine](../concepts/engine.md)).",
-            "Images are left out: the language model is loaded and exported.",
+            "Images are read with `data.images` ([images](../how_to/vision.md)). The settings are "
+            "for text.",
             "The compiled plan of 35B-A3B on 64 H100 takes 0.96 times as long as the formulas say, "
             "and 1.06 times with kernels one after the other.",
             "`configs/grpo_qwen3_5_9b.py` (TPU v5p) and `configs/grpo_qwen3_5_9b_h100.py` have "
@@ -181,7 +182,8 @@ FAMILIES = {
         tuple(f"google/gemma-3-{size}-it" for size in ("1b", "4b", "12b", "27b")),
         (
             "Five of six layers have a window of 512 (1B) or 1,024 tokens.",
-            "The images of 4B to 27B are left out: the language model is loaded and exported.",
+            "4B to 27B read images with `data.images` ([images](../how_to/vision.md)). The settings "
+            "are for text.",
         ),
     ),
     "mistral": Family("Mistral", "mistral", ("mistralai/Mistral-7B-Instruct-v0.3",), ()),
