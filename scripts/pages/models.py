@@ -182,8 +182,8 @@ FAMILIES = {
         tuple(f"google/gemma-3-{size}-it" for size in ("1b", "4b", "12b", "27b")),
         (
             "Five of six layers have a window of 512 (1B) or 1,024 tokens.",
-            "4B to 27B read images with `data.images` ([images](../how_to/vision.md)). The settings "
-            "are for text.",
+            "4B to 27B read images with `data.images` ([images](../how_to/vision.md)). The "
+            "settings are for text.",
         ),
     ),
     "mistral": Family("Mistral", "mistral", ("mistralai/Mistral-7B-Instruct-v0.3",), ()),
