@@ -9,9 +9,11 @@ Data: parquet in verl's schema, written by scripts/prepare_gsm8k.py.
 Mesh: fsdp 2 x tensor 4. Layers are stacked (model.layers). Adapters of rank 32 are on all linear
 layers.
 
-Minutes and result: not measured yet. By the planner's formulas an update needs 6.1 of the 13.4 GiB
-that rollout.memory_utilization allows, the rollout 6.8 without KV pages, and a step takes 702 s or
-more. Not compiled yet.
+Minutes and result: not measured yet. Compiled, the rollout needs 11.7 GiB without KV pages and the
+update 5.6 of the 13.4 GiB that rollout.memory_utilization allows: it fits, but it is too slow to
+use. A call of decode moves 169 GiB of HBM per device, probably because the 4-bit base is expanded
+there, and its 3.7 GiB of temporaries leave 127 KV pages. A step takes 23,800 s or more, where the
+formulas say 702 s (docs/plans/grpo_gemma_4_31b_lora.v5e-2x4.txt).
 """
 
 from ml_collections import ConfigDict

@@ -14,9 +14,9 @@ are stacked (model.layers), so that programs compile in a tenth of the time.
 Memory: in rollouts training's weights are in host memory, and KV pages are freed during updates
 (rollout.release_kv).
 
-Minutes and result: not measured yet. By the planner's formulas 60.5 of the 67.7 GiB (H100) that
-rollout.memory_utilization allows are needed, and a step takes 282 s or more on 8 H100. Not compiled
-yet.
+Minutes and result: not measured yet. Compiled for 8 H100, the rollout needs 50.8 GiB and the update
+43.7 of the 67.7 GiB that rollout.memory_utilization allows, and a step takes 270 s or more, 498 s
+calibrated (docs/plans/grpo_glm_4_5_air.h100-8.txt). For TPU v5p it is not compiled yet.
 """
 
 from ml_collections import ConfigDict
