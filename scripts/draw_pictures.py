@@ -4,7 +4,9 @@
 
 OUTPUT/train.parquet and OUTPUT/val.parquet have rows in verl's schema: a picture of 32 x 32 pixels
 with one to six squares of a colour on another one, and the question how many squares there are. No
-picture is in both files. Needs the extra `vision`.
+picture is in both files. In train.parquet the column `response` has the mistakes of a labeller who
+does not count further than four: with probability 0.7 (--mistakes) the label of a picture with five
+or six squares is 4. `ground_truth` is always the number of squares. Needs the extra `vision`.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 SIZE, CELLS, MOST = 32, 4, 6  # pixels of a side; places for squares on a side; squares
+COUNTED = 4  # squares, up to which the labeller makes no mistake
 COLOURS = ("red", "lime", "blue", "white", "black", "yellow", "cyan", "magenta")
 
 
@@ -26,14 +29,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", required=True, help="the folder to write")
     parser.add_argument("--train", type=int, default=4096, help="rows for training")
-    parser.add_argument("--val", type=int, default=128, help="rows for validation")
+    parser.add_argument("--val", type=int, default=512, help="rows for validation")
+    parser.add_argument(
+        "--mistakes",
+        type=float,
+        default=0.7,
+        help="share of wrong labels of training pictures with more than four squares",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    folder, drawn = Path(args.output), rows(random.Random(args.seed))
+    rng = random.Random(args.seed)
+    folder, drawn = Path(args.output), rows(rng)
     folder.mkdir(parents=True, exist_ok=True)
-    for split, n in (("val", args.val), ("train", args.train)):
+    for split, n, mistakes in (("val", args.val, 0.0), ("train", args.train, args.mistakes)):
         path = folder / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist([next(drawn) for _ in range(n)]), path)
+        labelled = [label(next(drawn), rng, mistakes) for _ in range(n)]
+        pq.write_table(pa.Table.from_pylist(labelled), path)
         print(f"{path}: {n} rows")
 
 
@@ -50,9 +61,15 @@ def rows(rng: random.Random) -> Iterator[dict[str, Any]]:
             "data_source": "pictures",
             "prompt": [{"role": "user", "content": "<image>How many squares?"}],
             "images": [{"bytes": draw(colours, places), "path": None}],
-            "response": str(n),
             "reward_model": {"style": "rule", "ground_truth": str(n)},
         }
+
+
+def label(row: dict[str, Any], rng: random.Random, mistakes: float) -> dict[str, Any]:
+    """Adds the labeller's answer to a row."""
+    n = int(row["reward_model"]["ground_truth"])
+    wrong = n > COUNTED and rng.random() < mistakes
+    return row | {"response": str(COUNTED if wrong else n)}
 
 
 def draw(colours: Sequence[str], places: Sequence[int]) -> bytes:

@@ -3,12 +3,12 @@
 import itertools
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from jaxrl.json_text import parse_json
+from jaxrl.replaced_file import replaced_file
 
 
 def json_safe(value: Any) -> Any:
@@ -62,10 +62,8 @@ def drop_later_steps(path: Path, step: int) -> None:
             file.truncate(end)
             return
         file.seek(0)
-        temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as kept:
+        with replaced_file(path) as kept:
             kept.writelines(filter(is_kept, file))
-    os.replace(temporary, path)
 
 
 class JsonLines:

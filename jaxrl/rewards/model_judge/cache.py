@@ -1,14 +1,12 @@
 """Verdicts of a judge by the content of the request, one small file each."""
 
-import contextlib
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from jaxrl.json_text import Json, parse_json
+from jaxrl.replaced_file import replaced_file
 
 
 class VerdictCache:
@@ -30,13 +28,8 @@ class VerdictCache:
         """Keeps an entry, which has the text of the verdict as "verdict"."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        try:
-            partial.write_text(json.dumps(entry))
-            os.replace(partial, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                partial.unlink()
+        with replaced_file(path) as file:
+            file.write(json.dumps(entry).encode())
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.json"

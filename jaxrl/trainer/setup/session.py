@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import os
 import socket
 import sys
 import time
@@ -16,6 +15,7 @@ import jax
 from jaxrl.algorithms.user_rows import check_user_rows
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.saved import blocking_differences, from_json, to_json
+from jaxrl.replaced_file import replaced_file
 from jaxrl.runtime.compilation import CompileWatch, open_cache
 from jaxrl.runtime.folder_lock import FolderLock, lock_folder
 from jaxrl.runtime.multihost import join
@@ -183,9 +183,8 @@ def open_folder(cfg: RunConfig) -> RunConfig:
                 f"{'; '.join(changes)}. Set config.run_dir to another folder, or "
                 "undo the changes to resume"
             )
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(to_json(cfg))
-    os.replace(temporary, path)
+    with replaced_file(path) as file:
+        file.write(to_json(cfg).encode())
     return cfg
 
 
