@@ -1,6 +1,6 @@
 """Trains a tiny model with several objectives and seeds, and draws their curves in one picture.
 
-    python scripts/objective_curves.py --runs runs/objectives [NAME ...]
+    python -m scripts.objective_curves --runs runs/objectives [NAME ...]
 
 Task: how many times has a text of eight letters an "a"? One to six, and the answer is one token.
 The policy is a transformer of width 32 that learned the task from labels with mistakes: of texts
@@ -124,7 +124,8 @@ def run_name(name: str, seed: int) -> str:
 
 def train(program: str, runs: Path, name: str, keys: Mapping[str, str]) -> None:
     data = runs / "data" / ("teacher" if name == "teacher" else "policy")
-    found = {"data.train": str(data / "train.jsonl"), "data.val": str(data / "val.jsonl")}
+    split = "sft" if program == "jaxrl.sft" else "train"
+    found = {"data.train": str(data / f"{split}.jsonl"), "data.val": str(data / "val.jsonl")}
     found |= {"name": name, "run_dir": str(runs / name)} | keys
     words = [f"--config.{key}={value}" for key, value in found.items()]
     subprocess.run(
@@ -141,7 +142,7 @@ def mean(curves: Iterable[Curve]) -> Curve:
 
 
 def write_data(runs: Path, name: str, mistakes: float) -> None:
-    """Texts with labels. Those of training are twice there: as they are, and with the answer."""
+    """Texts with labels; for supervised training also with the answer in the prompt."""
     rng = random.Random(0)
     folder = runs / "data" / name
     folder.mkdir(parents=True, exist_ok=True)
