@@ -6,10 +6,12 @@
 
 A picture has one to six squares, and the answer is their number. A model that does not see it has a
 loss of at least 0.90 nats per token: ln(6) / 2, of the number and the end of the turn. The tower is
-not trained, and its weights are random, so the language model learns to read its features.
+not trained, and its weights are random, so the language model learns to read its features. 70 % of
+the training pictures with five or six squares have the label 4. GRPO mends this afterwards
+(configs/vision_quickstart_grpo.py); held-out labels are right.
 
-Minutes and result: 7 minutes on 2 cores, including compilation. Held-out loss in nats per token:
-5.51 before training, 0.92 after 200 steps, 0.85 after 400, 0.15 after 600, 0.02 after 800, 0.01
+Minutes and result: 4 minutes on 2 cores, including compilation. Held-out loss in nats per token:
+5.51 before training, 1.07 after 200 steps, 0.71 after 400, 0.32 after 600, 0.33 after 800, 0.26
 after 1000.
 """
 

@@ -1,7 +1,7 @@
 """Trains algorithms or schedules on the quickstart's task and draws their curves in one picture.
 
     python scripts/learning_curves.py --runs runs/curves [algorithms|schedules] [NAME ...]
-    python scripts/learning_curves.py --logged [adapters|schedules]
+    python scripts/learning_curves.py --logged [adapters|images|schedules]
 
 Each run is configs/quickstart.py with other keys. The algorithms have 48 steps of 64 responses; an
 algorithm that samples more responses per step takes fewer steps. The schedules have the 72 steps of
@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxrl.report.curve import BOTTOM, HEIGHT, LEFT, RIGHT, STYLE, TOP, WIDTH, grid
 from jaxrl.report.record import read_record
@@ -85,7 +86,7 @@ SCHEDULES = {
     },
 }
 PICTURES = {"algorithms": ALGORITHMS, "schedules": SCHEDULES}
-DRAWN_FROM_LOG = ("adapters", "schedules")
+DRAWN_FROM_LOG = ("adapters", "images", "schedules")
 
 
 def main() -> None:
@@ -154,12 +155,15 @@ def curves(names: Iterable[str], folder: pathlib.Path) -> dict[str, Curve]:
 
 
 def logged_curves(picture: str) -> dict[str, Curve]:
-    """The curves of docs/curves.json, whose points are steps and accuracies."""
+    """The curves of docs/curves.json, whose points are steps and accuracies.
+
+    Runs with other than RESPONSES responses of a step name their number.
+    """
     found = json.loads(LOGGED.read_text())[picture]
 
-    def points(run: dict[str, list]) -> Curve:
+    def points(run: dict[str, Any]) -> Curve:
         pairs = zip(run["steps"], run["accuracy"], strict=True)
-        return [(RESPONSES * step, accuracy) for step, accuracy in pairs]
+        return [(run.get("responses", RESPONSES) * step, accuracy) for step, accuracy in pairs]
 
     return {name: points(run) for name, run in found.items()}
 
