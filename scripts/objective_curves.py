@@ -149,11 +149,10 @@ def write_data(runs: Path, name: str, mistakes: float) -> None:
     texts = list(different_texts(rng, 5000))
     val, train = texts[:512], texts[512:]
     write_rows(folder / "val.jsonl", [row(text, text.count("a")) for text in val])
-    plain = [row(text, label(text.count("a"), rng, mistakes)) for text in train]
+    labelled = [row(text, label(text.count("a"), rng, mistakes)) for text in train]
     hinted = [row(text, text.count("a"), hinted=True) for text in train]
-    write_rows(
-        folder / "train.jsonl", [r for pair in zip(plain, hinted, strict=True) for r in pair]
-    )
+    write_rows(folder / "train.jsonl", labelled)  # RL reads the prompts and the truths
+    write_rows(folder / "sft.jsonl", [*labelled, *hinted])
 
 
 def different_texts(rng: random.Random, n: int) -> list[str]:
