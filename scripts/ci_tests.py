@@ -9,12 +9,13 @@ The thorough tests of packages that the last 60 commits change, and of what impo
 most 12 minutes: first the changed packages, then what imports them directly, and so on. Of all
 other thorough tests one eighth runs, chosen by the commit's hash.
 
-Prints `flaky: NAME` for a test that passes alone. A flaky test is a defect. Exits with 1 if a test
-fails twice.
+Prints the slowest tests and files, and `flaky: NAME` for a test that passes alone. A flaky test is
+a defect. Exits with 1 if a test fails twice.
 """
 
 import argparse
 import ast
+import collections
 import json
 import pathlib
 import subprocess
@@ -22,12 +23,14 @@ import sys
 import tempfile
 import time
 import zlib
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 THOROUGH = "(thorough or bitwise) and not slow"
 N_COMMITS = 60
 N_SHARDS = 8
 CHANGED_MINUTES = 12
+PRINTED = 20  # of the slowest tests and files
 MAX_RERUNS = 12  # more failures than this are no matter of luck
 NO_TESTS = 5  # exit status of pytest
 
@@ -68,14 +71,26 @@ def run(arguments: list[str]) -> int:
         command = [sys.executable, "-m", "pytest"]
         status = subprocess.run([*command, *arguments, f"--record={record}"], cwd=ROOT).returncode
         lines = record.read_text().splitlines() if record.exists() else []
+    rows = [json.loads(line) for line in lines]
+    print_slowest(rows)
     if status in (0, NO_TESTS):
         return 0
-    rows = map(json.loads, lines)
     failed = list(dict.fromkeys(row["name"] for row in rows if row["result"] == "failed"))
     if status != 1 or not 0 < len(failed) <= MAX_RERUNS:
         return 1
     marks = arguments[:2] if arguments[:1] == ["-m"] else []
     return int(any([not passes_alone(command, marks, name) for name in failed]))
+
+
+def print_slowest(rows: list[dict[str, Any]]) -> None:
+    """Prints the slowest tests, and the files whose tests take longest together."""
+    files = collections.Counter()
+    for row in rows:
+        files[row["name"].split("::")[0]] += row["s"]
+    tests = collections.Counter({row["name"]: row["s"] for row in rows})
+    print(f"== slowest of {sum(files.values()):.0f} s:")
+    for name, seconds in (*files.most_common(PRINTED), *tests.most_common(PRINTED)):
+        print(f"{seconds:6.1f} s  {name}")
 
 
 def passes_alone(command: list[str], marks: list[str], name: str) -> bool:

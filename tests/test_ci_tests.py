@@ -73,6 +73,14 @@ def test_a_failed_test_runs_once_more_alone(body, status, line, tmp_path, monkey
     assert line in capfd.readouterr().out
 
 
+def test_the_slowest_tests_and_files_are_printed(capsys):
+    seconds = {"a.py::test_1": 1.0, "a.py::test_2": 1.5, "b.py::test_1": 2.0}
+    ci_tests.print_slowest([{"name": name, "s": s} for name, s in seconds.items()])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [line[2] for line in lines[:3]] == ["a.py", "b.py", "b.py::test_1"]
+    assert [line[0] for line in lines] == ["2.5", "2.0", "2.0", "1.5", "1.0"]
+
+
 def test_slow_tests_are_due_by_age():
     old, new = slow_tests.Run("a", "passed", 1.0, "c1", "2026-01-02"), slow_tests.Run("b")
     failed = slow_tests.Run("c", "failed", 1.0, "c2", "2026-02-02")
