@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl.config.arguments.evaluate import read
 from jaxrl.config.keys import RunConfig
@@ -30,6 +31,7 @@ from jaxrl.trainer.phases.rewards import (
     sample_records,
 )
 from jaxrl.trainer.phases.sampling import score
+from jaxrl.trainer.phases.trajectories import trajectories
 from jaxrl.trainer.setup.opening import open_evaluation
 from jaxrl.types import ScoredRollout
 from sharding import hosts
@@ -64,7 +66,9 @@ def evaluate(cfg: RunConfig, own_rewards: OwnFunctions | None = None) -> bool:
                 "seconds": time.monotonic() - start,
             }
             if hosts.is_main_process():
-                write(cfg.run_path, summary, scored)
+                n = cfg.log.trajectories
+                found = trajectories(scored, {}, engines.renderer, n) if n else {}
+                write(cfg.run_path, summary, scored, found)
                 print(table(summary))
                 engines.progress.status(f"summary.json and samples.jsonl in {cfg.run_path}")
             RewardErrors(cfg.reward.max_error_fraction).check(scored, "evaluation")
@@ -127,10 +131,15 @@ def summarize(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> dict:
     }
 
 
-def write(folder: Path, summary: dict, rollouts: Sequence[ScoredRollout]) -> None:
-    """Writes summary.json and samples.jsonl."""
+def write(
+    folder: Path,
+    summary: dict[str, Any],
+    rollouts: Sequence[ScoredRollout],
+    found: dict[int, dict[str, Any]],
+) -> None:
+    """Writes summary.json and samples.jsonl; `found` are trajectories by index of the sample."""
     samples = JsonLines(folder / "samples.jsonl", resume_step=None)
-    samples.write(*sample_records(rollouts, kind="evaluation"))
+    samples.write(*sample_records(rollouts, kind="evaluation", trajectories=found))
     samples.close()
     write_images(folder, images_of(rollouts))
     (folder / "summary.json").write_text(json.dumps(json_safe(summary), indent=2) + "\n")

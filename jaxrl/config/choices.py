@@ -163,6 +163,7 @@ ENVIRONMENTS = (
     "openenv",
     "retry",
 )
+AGENTS = ("harbor", "nemo_gym")
 TOOL_FORMATS = (
     "auto",
     "hermes",

@@ -23,6 +23,8 @@ StepResult = tuple[Observation, Number, bool] | tuple[Observation, Number, bool,
 
 KEY, AGENT_KEY, COMMAND_KEY = "env.name", "env.agent", "env.command"
 VERIFIERS_KEY = "env.verifiers"
+# Codes of the endpoint's errors that end an episode without a failure
+CONTEXT_CODE, TURNS_CODE = "context_length_exceeded", "too_many_turns"
 BUILT_IN = {
     "calculator": "jaxrl.environments.builtin.calculator:Calculator",
     "calculator_tool": "jaxrl.environments.builtin.calculator:CalculatorTool",
@@ -32,6 +34,10 @@ BUILT_IN = {
     "mcp": "jaxrl.environments.builtin.mcp:McpTools",
     "openenv": "jaxrl.environments.builtin.openenv:OpenEnv",
     "retry": "jaxrl.environments.builtin.retry:Retry",
+}
+AGENTS = {  # classes, whose objects are agents
+    "harbor": "jaxrl.environments.agents.harbor:HarborAgent",
+    "nemo_gym": "jaxrl.environments.agents.nemo_gym:NemoGymAgent",
 }
 
 

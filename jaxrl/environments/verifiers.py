@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from typing import Any
 
 from jaxrl.data.sources.verifiers_tasks import import_verifiers, open_environment
@@ -25,7 +24,6 @@ class VerifiersAgent:
     async def __call__(self, base_url: str, api_key: str, task: dict[str, Any]) -> dict[str, Any]:
         """The reward and the metrics of an episode. Raises RuntimeError if it failed."""
         vf, chosen = self._verifiers, self._find(task["extra"].get("verifiers"))
-        os.environ.pop("PYTHONPATH", None)  # of the run: a harness has an environment with packages
         client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = vf.ModelContext(model="policy", client=client)
         async with self._env.serving():

@@ -19,6 +19,7 @@ from jaxrl.config.user_code import error_text, exception_text, user_frames
 from jaxrl.data.images.references import encoded_url, mark_parts
 from jaxrl.environments.agent import AgentProgram
 from jaxrl.environments.api import (
+    AGENTS,
     BUILT_IN,
     COMMAND_KEY,
     KEY,
@@ -75,7 +76,9 @@ def load_program(
     """(what an episode's process runs, the tools that the environment offers)."""
     if key != KEY:
         kinds = {COMMAND_KEY: CommandAgent, VERIFIERS_KEY: VerifiersAgent}
-        agent = kinds[key](spec) if key in kinds else load_plugin(spec, built_in={}, key=key)
+        agent = kinds[key](spec) if key in kinds else load_plugin(spec, built_in=AGENTS, key=key)
+        if key not in kinds and spec.partition("?")[0] in AGENTS:
+            agent = agent()
         return functools.partial(run_agent, agent=AgentProgram(agent, spec)), []
     factory = load_plugin(spec, built_in=BUILT_IN, key=key)
     tools = check_factory(factory, spec)

@@ -73,7 +73,7 @@ def _run(arguments: list[str]) -> tuple[int, str, str]:
         tempfile.TemporaryFile("w+") as output,
         subprocess.Popen(
             [sys.executable, "-m", "jaxrl.plan", *arguments],
-            env=os.environ | {"PYTHONPATH": import_path(), "JAX_PLATFORMS": "cpu"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path()), "JAX_PLATFORMS": "cpu"},
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,

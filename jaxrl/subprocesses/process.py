@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -28,20 +29,29 @@ _ENV = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
 }
+# Runs a module as "python -m" does, with the parent's import path. PYTHONPATH would set it for the
+# programs that user code starts, too, whose Python may be another one.
+_MAIN = """\
+import json, runpy, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 class WorkerFailed(Exception):
     """A worker died, hangs or broke the protocol; the message is the reason. It is replaced."""
 
 
-def import_path() -> str:
-    """This process's import path, as the PYTHONPATH of another one."""
-    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+def import_path() -> list[str]:
+    """This process's import path, for another process: without "", which is its working folder."""
+    return [entry or os.getcwd() for entry in sys.path]
 
 
 class WorkerProcess:
     """A process that runs `python -m module FD`, and the trainer's end of its socket FD.
 
+    It has this process's import path and environment variables. What it starts inherits these, with
+    the values of _ENV, and no other PYTHONPATH than the user's.
     It leads its own session, so Ctrl-C reaches the parent only and it has no terminal. `output`
     shows what it prints. With `ends_descendants`, all that it starts ends with it, in other
     sessions too; the module has to adopt orphans (subprocesses/descendants.py). The constructor
@@ -56,10 +66,10 @@ class WorkerProcess:
         self._mark, self._ends_descendants = uuid.uuid4().hex, ends_descendants
         with theirs:
             try:
-                # -P: the worker sees exactly the parent's import path, with no entry for its folder
+                command = [sys.executable, "-P", "-c", _MAIN, json.dumps(import_path()), module]
                 self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                    env=os.environ | _ENV | {"PYTHONPATH": import_path(), _MARK: self._mark},
+                    [*command, str(theirs.fileno())],
+                    env=os.environ | _ENV | {_MARK: self._mark},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

@@ -268,7 +268,9 @@ WRONG = [
         dict(env__agent="my_agent"),
         "env.agent='my_agent' is no function",
         "path/to/file.py:function",
+        "one of harbor, nemo_gym",
     ),
+    (dict(env__agent="nemo_gym?url=http://x"), "nemo_gym?url=http://x' returns rewards"),
     (
         dict(env__name="calculator", env__agent="a.py:f", reward__functions=("environment",)),
         "env.name='calculator' and env.agent='a.py:f' are 2 kinds of episodes",

@@ -219,6 +219,7 @@ TABLES = {
     "remat": (choices.REMATS, remat.REMAT_POLICIES),
     "rewards": (choices.REWARDS, functions.BUILT_IN),
     "environments": (choices.ENVIRONMENTS, api.BUILT_IN),
+    "agents": (choices.AGENTS, api.AGENTS),
     "tool_formats": (choices.TOOL_FORMATS, {"auto", *formats.FORMATS}),
     "attention": (choices.ATTENTIONS, {"auto", *attention.IMPLEMENTATIONS}),
     "paged_attention": (choices.PAGED_ATTENTIONS, {"auto", *paged_attention.IMPLEMENTATIONS}),

@@ -3,11 +3,14 @@
 import json
 import pathlib
 import sys
+import time
 
 import pytest
 
 from jaxrl.config.agent_command import command_words
+from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.command import CommandAgent
+from jaxrl.environments.pool import EnvironmentPool
 
 TASK = {
     "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "1 + $HOME; 'x'"}],
@@ -94,6 +97,23 @@ def test_a_failed_program_shows_the_end_of_its_output(tmp_path):
 def test_a_command_that_cannot_be_run(command, message):
     with pytest.raises(ValueError, match=message):
         command_words(command)
+
+
+def test_a_command_has_the_import_path_of_the_user(tmp_path, monkeypatch):
+    path = tmp_path / "agent.py"
+    path.write_text(
+        "import json, os\nnames = os.environ\n"
+        "print(json.dumps({'reward': 1, 'path': int(names.get('PYTHONPATH') == 'of the user')}))"
+    )
+    monkeypatch.setenv("PYTHONPATH", "of the user")
+    monkeypatch.syspath_prepend(str(tmp_path))  # a path of the run alone
+    with EnvironmentPool(EnvConfig(command=f"{sys.executable} {path}", workers=1)) as pool:
+        pool.start(TASK | {"base_url": "http://127.0.0.1:1/v1", "api_key": "key"})
+        deadline, found = time.monotonic() + 60, []
+        while not found and time.monotonic() < deadline:
+            found = pool.collect(0.1)
+    [(_, turn)] = found
+    assert turn.counts == {"path": 1} and not turn.error
 
 
 def test_a_missing_program_is_named():

@@ -11,6 +11,7 @@ from jaxrl.config.keys import EvalConfig
 from jaxrl.config.resolve import resolve, resolve_evaluation
 from jaxrl.evaluate import evaluate, interval, read, table
 from jaxrl.models.files.source import resolve_model
+from jaxrl.report.trajectories import trajectory_rows
 from jaxrl.tracking.json_lines import read_lines
 from jaxrl.train import train
 from jaxrl.trainer.evaluation import statistics, validation_metrics
@@ -104,6 +105,7 @@ def test_an_evaluation_writes_a_summary_per_data_source_and_its_samples(
     tiny_config.run_dir, tiny_config.data.val = str(tmp_path), (one, two)
     tiny_config.eval.n, tiny_config.eval.k = 4, (1, 4)
     tiny_config.eval.pass_reward, tiny_config.eval.sampling.temperature = 0.25, 1.0
+    tiny_config.log.trajectories = 3
     assert evaluate(resolve_evaluation(tiny_config))
     summary = json.loads((tmp_path / "summary.json").read_text())
     results = summary["results"]
@@ -115,6 +117,7 @@ def test_an_evaluation_writes_a_summary_per_data_source_and_its_samples(
     assert 0 < results["all"]["pass_at_1"] < results["all"]["pass_at_4"]
     samples = read_lines(tmp_path / "samples.jsonl")
     assert len(samples) == 32 and len({s["completion"] for s in samples if s["prompt_id"] == 0}) > 1
+    assert len(trajectory_rows(samples)) == 3
     np.testing.assert_allclose(results["all"]["reward"], np.mean([s["reward"] for s in samples]))
     assert table(summary) in capsys.readouterr().out
 

@@ -1,7 +1,7 @@
 """Rules between the keys of the engine, sampling, validation and environments."""
 
 from jaxrl.config.agent_command import command_words
-from jaxrl.config.choices import ENVIRONMENTS, FULL_KLS
+from jaxrl.config.choices import AGENTS, ENVIRONMENTS, FULL_KLS
 from jaxrl.config.keys import RunConfig, ScoringConfig
 from jaxrl.config.schema import did_you_mean, is_import_path, to_dict
 
@@ -117,10 +117,11 @@ def _env_errors(run: RunConfig) -> list[str]:
             f"env.name={env.name!r} is not known; {hint}set one of {', '.join(ENVIRONMENTS)}, or "
             "'package.module:Class'"
         )
-    if env.agent and not is_import_path(env.agent):
+    agent = env.agent.partition("?")[0]
+    if agent and not is_import_path(agent) and agent not in AGENTS:
         errors.append(
-            f"env.agent={env.agent!r} is no function; set 'path/to/file.py:function' or "
-            "'package.module:function'"
+            f"env.agent={env.agent!r} is no function; set 'path/to/file.py:function', "
+            f"'package.module:function' or one of {', '.join(AGENTS)}"
         )
     given = [f"{key}={value!r}" for key, value in env.kinds.items() if value]
     if len(given) > 1:
@@ -136,7 +137,7 @@ def _env_errors(run: RunConfig) -> list[str]:
             "env.episode_timeout_s=0"
         )
     is_scored = "environment" in run.reward.functions
-    if given and (env.name or env.verifiers) and not is_scored:
+    if given and (env.name or env.verifiers or agent in AGENTS) and not is_scored:
         errors.append(
             f"{given[0]} returns rewards, but reward.functions={run.reward.functions} "
             "ignores them; add 'environment' to reward.functions, with the weight 0 if it should "

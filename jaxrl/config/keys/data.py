@@ -253,8 +253,8 @@ class EnvConfig:
         "",
         "Agent for multi-turn rollouts, instead of `name`: a function (base_url, api_key, task) "
         "that calls the model over an OpenAI-compatible endpoint of the run, as "
-        "'path/to/file.py:function' or 'package.module:function', with options after a '?'; '' = "
-        "none",
+        "'path/to/file.py:function' or 'package.module:function', or 'harbor' or 'nemo_gym', with "
+        "options after a '?'; '' = none",
     )
     command: str = key(
         "",

@@ -16,9 +16,11 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from jaxrl.config.packages import install_advice
+from jaxrl.data.sources.harbor import harbor_rows
+from jaxrl.data.sources.nemo_gym import gym_rows
 from jaxrl.data.sources.verifiers_tasks import task_rows
 
-PREFIXES = ("task:", "reasoning_gym:", "verifiers:")
+PREFIXES = ("task:", "reasoning_gym:", "verifiers:", "nemo_gym:", "harbor:")
 _MAX_ENUMERATED = 20_000  # questions; larger pools are sampled instead of shuffled
 _VAL_FRACTION = 0.1  # of all questions
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -51,9 +53,10 @@ _TASKS = {
 
 
 def question_rows(source: str) -> list[dict[str, Any]]:
-    """The rows of a source with one of PREFIXES. Raises as make_questions() and task_rows()."""
-    if source.startswith("verifiers:"):
-        return task_rows(source)
+    """The rows of a source with one of PREFIXES. Raises as the function that reads them."""
+    readers = {"verifiers": task_rows, "nemo_gym": gym_rows, "harbor": harbor_rows}
+    if (kind := source.partition(":")[0]) in readers:
+        return readers[kind](source)
     return [question_row(question) for question in make_questions(source)]
 
 

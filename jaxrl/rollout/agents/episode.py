@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.images.placed import PlacedTokens
 from jaxrl.data.images.placeholders import n_images
+from jaxrl.environments.api import CONTEXT_CODE, TURNS_CODE
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Message
 from jaxrl.rollout.agents.chat import ChatRequest
@@ -26,7 +27,6 @@ from jaxrl.types import Decode, Episode, ImageInput, PhaseSpan, Prompt, Rollout
 
 NO_TOKENS = PlacedTokens(np.zeros(0, np.int32))
 MAX_TOKEN_CHARS = 32  # larger requests than this per token of the context are not rendered
-CONTEXT_CODE, TURNS_CODE = "context_length_exceeded", "too_many_turns"
 
 
 @dataclasses.dataclass(frozen=True)
