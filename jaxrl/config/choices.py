@@ -184,12 +184,14 @@ REWARDS = (
     "format",
     "gsm8k",
     "judge",
+    "judge_pairs",
     "last_number",
     "math",
     "reasoning_gym",
     "remote",
 )
 SCHEDULES = ("sync", "partial", "async")
+OPPONENTS = ("group", "reference")
 GROUP_ORDERS = ("prompt", "arrival")
 WEIGHT_TRANSFERS = ("full", "delta")
 ENGINES = ("auto", "process", "mesh")

@@ -27,7 +27,7 @@ HEADINGS = {
     "critic.mesh": "critic.mesh: mesh of the critic, if it differs",
     "preference": "preference: jaxrl.dpo and jaxrl.reward_model",
     "reward": "reward: reward functions",
-    "reward.judge": "reward.judge: a language model that scores by a rubric",
+    "reward.judge": "reward.judge: a language model that judges by a rubric",
     "env": "env: environments for multi-turn rollouts",
     "reward_model": "reward_model: a model that scores responses",
     "reward_model.mesh": "reward_model.mesh: mesh of the reward model, if it differs",

@@ -4,10 +4,12 @@ A signature is recognized by the names of the parameters:
 
   verl        (data_source, solution_str, ground_truth, extra_info) -> score
   verl batch  (data_sources, solution_strs, ground_truths, extra_infos) -> [score, ...]
+  verl group  (data_source, group_strs, ground_truth, extra_infos) -> [score, ...]
   TRL         (prompts, completions, completion_ids, **columns) -> [score or None, ...]
 
-Any of them may be `async def`. A function gets the arguments that it declares by name, or all of
-its form if it has **kwargs. In TRL's form every other name is a column of the dataset.
+The group form gets all responses to one prompt. Any of them may be `async def`. A function gets
+the arguments that it declares by name, or all of its form if it has **kwargs. In TRL's form every
+other name is a column of the dataset.
 
 A worker sends {"signatures": [[form, is_async, [name, ...], [name, ...], all_columns], ...]} or
 {"error": text} at startup, then for each call {"begin": number} and
@@ -30,18 +32,21 @@ RewardFunction = Callable[..., Any]
 # The rendered prompt, and prompt plus response, both with special tokens; the prompt's messages.
 MORE_ARGUMENTS = ("prompt_str", "query_str", "conversation")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_GROUP = ("data_source", "group_strs", "ground_truth", "extra_infos")
 _TRL = ("prompts", "completions", "completion_ids")
 # Arguments of each form. A form is recognized by its second argument, the response. `timeout_s`
 # is the number of seconds that the call may take.
 FORMS = {
     "verl": (*_VERL, *MORE_ARGUMENTS, "timeout_s"),
     "verl_batch": (*(f"{name}s" for name in (*_VERL, *MORE_ARGUMENTS)), "timeout_s"),
+    "verl_group": (*_GROUP, "prompt_str", "conversation", "timeout_s"),
     "trl": (*_TRL, "timeout_s"),
 }
 _NOT_IN_TRL = ("trainer_state", "log_extra", "log_metric")  # TRL has them, they are no columns
 _ACCEPTED = (
     "accepted are verl's (data_source, solution_str, ground_truth, extra_info), its batch form "
-    "(data_sources, solution_strs, ground_truths, extra_infos) and TRL's (prompts, completions, "
+    "(data_sources, solution_strs, ground_truths, extra_infos), its form for all responses to a "
+    "prompt (data_source, group_strs, ground_truth, extra_infos) and TRL's (prompts, completions, "
     "**columns), each also as async def; other parameters need a default, or in TRL's form the "
     "name of a column"
 )
@@ -68,8 +73,9 @@ class CallSignature(NamedTuple):
 class CallSettings:
     """The settings of the calls of one function."""
 
-    limit_s: float  # of a call; of one response for an async function without batches
-    concurrency: int  # awaits in flight, for an async function without batches
+    # Of a call; of one response, or one pair of a group, for an async function without batches
+    limit_s: float
+    concurrency: int  # awaits in flight, for such functions
     batch_size: int  # responses of a call, for a batch function
     options: dict[str, Any]  # keyword arguments, in addition to those after its '?'
 
@@ -88,9 +94,12 @@ class RewardResult(NamedTuple):
 
 
 class RewardFailed(Exception):
-    """Raised by a reward function that has no score for a response, with what it counts."""
+    """Why a reward function has no score for a response, with what it counts.
 
-    def __init__(self, reason: str, counts: Mapping[str, int]):
+    A function for one response raises it; one for several returns it in place of a score.
+    """
+
+    def __init__(self, reason: str, counts: Mapping[str, float]):
         super().__init__(reason)
         self.counts = counts
 

@@ -17,6 +17,7 @@ BUILT_IN = {
     "format": "jaxrl.rewards.verifiers.format:format",
     "gsm8k": "jaxrl.rewards.verifiers.gsm8k:gsm8k",
     "judge": "jaxrl.rewards.model_judge.judge:judge",
+    "judge_pairs": "jaxrl.rewards.model_judge.pairs:judge_pairs",
     "last_number": "jaxrl.rewards.verifiers.last_number:last_number",
     "math": "jaxrl.rewards.verifiers.math:math",
     "reasoning_gym": "jaxrl.rewards.verifiers.reasoning_gym:reasoning_gym",
@@ -29,6 +30,7 @@ NEED_ANSWER = ("by_source", "code", "exact", "gsm8k", "last_number", "math")
 START_CHECKS = {
     "code": "jaxrl.rewards.verifiers.code:check_machine",
     "judge": "jaxrl.rewards.model_judge.judge:check_options",
+    "judge_pairs": "jaxrl.rewards.model_judge.judge:check_options",
 }
 # Options of any function that the pool reads, with their defaults.
 POOL_OPTIONS = {
@@ -51,6 +53,11 @@ def need_answer(specs: Sequence[str]) -> list[str]:
 def is_judge(spec: str) -> bool:
     """Whether a reward is the built-in judge, whose options have the keys reward.judge."""
     return spec.partition("?")[0] == "judge"
+
+
+def judges_pairs(spec: str) -> bool:
+    """Whether a reward is the built-in comparison of pairs, which has the keys reward.judge too."""
+    return spec.partition("?")[0] == "judge_pairs"
 
 
 def check_start(spec: str, more: Mapping[str, Any]) -> None:

@@ -158,8 +158,7 @@ class RewardPool:
         """
         calls = []
         for function, signature in enumerate(self._runner.signatures):
-            size = self._call_size(function, signature, len(rollouts))
-            for items in itertools.batched(range(len(rollouts)), size):
+            for items in self._split(function, signature, rollouts):
                 found = [rollouts[item] for item in items]
                 n = len(items) if signature.batched or signature.is_async else None
                 limit_s = self._settings[function].limit_s
@@ -168,12 +167,22 @@ class RewardPool:
                     if n is None
                     else batch_arguments(found, signature, limit_s, self._decode)
                 )
-                if signature.is_async and not signature.batched:  # each response has the limit
-                    rounds = -(-len(items) // self._settings[function].concurrency)
+                if n_limits := _n_limits(signature, len(items)):
+                    rounds = -(-n_limits // self._settings[function].concurrency)
                     limit_s = limit_s * rounds + _GRACE_S
                 numbers = tuple(first + item for item in items)
                 calls.append(FunctionCall(numbers, function, n, arguments, limit_s))
         return sorted(calls, key=lambda call: call.n is None)
+
+    def _split(
+        self, function: int, signature: CallSignature, rollouts: Sequence[Rollout]
+    ) -> Iterable[Sequence[int]]:
+        """The responses of each call of a function, by index."""
+        items = range(len(rollouts))
+        if signature.form == "verl_group":
+            groups = itertools.groupby(items, lambda item: rollouts[item].prompt.id)
+            return [list(group) for _, group in groups]
+        return itertools.batched(items, self._call_size(function, signature, len(rollouts)))
 
     def _call_size(self, function: int, signature: CallSignature, n: int) -> int:
         """Responses per call; one if the function takes one at a time."""
@@ -210,6 +219,16 @@ class RewardPool:
         return Reward(float(reward), parts, "; ".join(errors), counts, feedback, seconds)
 
 
+def _n_limits(signature: CallSignature, n: int) -> int:
+    """How often an async call of `n` responses has the time limit: per response, or per pair.
+
+    0 for other functions, whose call has the limit once.
+    """
+    if not signature.is_async or signature.form in ("verl_batch", "trl"):
+        return 0
+    return n * n if signature.form == "verl_group" else n
+
+
 def single_arguments(
     rollout: Rollout, signature: CallSignature, limit_s: float, decode: Decode | None
 ) -> dict[str, Any]:
@@ -224,6 +243,8 @@ def batch_arguments(
     """The arguments of a call for several responses: a list per name."""
     if signature.form == "trl":
         return _trl_arguments(rollouts, signature, limit_s)
+    if signature.form == "verl_group":
+        return _group_arguments(rollouts, signature, limit_s, decode)
     single = signature._replace(names=tuple(map(_singular, signature.names)))
     each = [single_arguments(rollout, single, limit_s, decode) for rollout in rollouts]
     found = {name: [one[_singular(name)] for one in each] for name in signature.names}
@@ -271,6 +292,20 @@ def _outcome(rollout: Rollout) -> dict[str, Any]:
         return outcome
     branches = [_messages(b.episode) for b in rollout.branches if b.episode is not None]
     return outcome | {"episode": _info(rollout.episode) | {"branches": branches}}
+
+
+def _group_arguments(
+    rollouts: Sequence[Rollout], signature: CallSignature, limit_s: float, decode: Decode | None
+) -> dict[str, Any]:
+    """The arguments of a call for all responses to a prompt: lists of what differs."""
+    differ = {"group_strs": "solution_str", "extra_infos": "extra_info"}
+    shared = signature._replace(names=tuple(n for n in signature.names if n not in differ))
+    lists = {
+        name: [_value(rollout, one, decode) for rollout in rollouts]
+        for name, one in differ.items()
+        if name in signature.names
+    }
+    return single_arguments(rollouts[0], shared, limit_s, decode) | lists
 
 
 def _trl_arguments(

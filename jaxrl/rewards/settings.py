@@ -6,8 +6,8 @@ from typing import Any
 from jaxrl.config.keys import JudgeConfig, RewardConfig
 from jaxrl.config.plugins import options
 from jaxrl.rewards.calls import CallSettings
-from jaxrl.rewards.functions import POOL_OPTIONS, is_judge, pool_option
-from jaxrl.rewards.model_judge.judge import longest_s
+from jaxrl.rewards.functions import POOL_OPTIONS, is_judge, judges_pairs, pool_option
+from jaxrl.rewards.model_judge.verdicts import longest_s
 
 FOLDER = "judge"  # of the run folder, for verdicts
 
@@ -22,8 +22,9 @@ def call_settings(cfg: RewardConfig, run_folder: Path | None) -> list[CallSettin
 
 def _settings(spec: str, cfg: RewardConfig, run_folder: Path | None) -> CallSettings:
     defaults, keywords = POOL_OPTIONS | {"timeout_s": cfg.timeout_s}, {}
-    if is_judge(spec):
-        keywords = judge_options(cfg.judge, run_folder) | options(spec)
+    if is_judge(spec) or judges_pairs(spec):
+        more = pair_options(cfg.judge) if judges_pairs(spec) else {}
+        keywords = judge_options(cfg.judge, run_folder) | more | options(spec)
         defaults["concurrency"] = keywords["requests"]
         defaults["timeout_s"] = longest_s(keywords["attempts"], keywords["request_s"])
     found = {name: pool_option(spec, name, float(default)) for name, default in defaults.items()}
@@ -37,7 +38,7 @@ def _settings(spec: str, cfg: RewardConfig, run_folder: Path | None) -> CallSett
 
 
 def judge_options(cfg: JudgeConfig, run_folder: Path | None) -> dict[str, Any]:
-    """The keyword arguments of the reward judge that the keys set."""
+    """The keyword arguments of the rewards judge and judge_pairs that the keys set."""
     cache = str(run_folder.absolute() / FOLDER) if cfg.cache and run_folder is not None else ""
     return {
         "url": cfg.url,
@@ -52,4 +53,11 @@ def judge_options(cfg: JudgeConfig, run_folder: Path | None) -> dict[str, Any]:
         "requests": cfg.concurrency,
         "api_key_env": cfg.api_key_env,
         "cache": cache,
+        "prompt_price": cfg.prompt_price,
+        "completion_price": cfg.completion_price,
     }
+
+
+def pair_options(cfg: JudgeConfig) -> dict[str, Any]:
+    """The keyword arguments of judge_pairs alone."""
+    return {"opponents": cfg.opponents, "against": cfg.against, "swap": cfg.swap}

@@ -171,6 +171,8 @@ def _batch_values(values: Any, n: int) -> list[Any]:
 def _checked(value: Any, signature: CallSignature) -> RewardResult:
     if value is None and signature.form == "trl":  # as in TRL: no score for this response
         return RewardResult(None, {}, "", {})
+    if isinstance(value, RewardFailed):
+        return _failed(value)
     try:
         return _result(value)
     except Exception as error:  # float() of the user's object may raise anything

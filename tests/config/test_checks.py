@@ -449,12 +449,25 @@ WRONG = [
     (
         dict(reward__judge__model="m", reward__judge__attempts=2),
         "reward.judge.model='m', reward.judge.attempts=2 but reward.functions=",
-        "has no 'judge'; add it, or omit these keys",
+        "has no 'judge' or 'judge_pairs'; add one, or omit these keys",
     ),
     (
         dict(reward__functions=("judge",), reward__judge__model="m", reward__judge__url="judge"),
         "'judge' but reward.judge.rubric is empty; set it, for example 'rubric.yaml'",
         "reward.judge.url='judge' is no URL",
+    ),
+    (
+        dict(reward__functions=("judge",), reward__judge__opponents=2),
+        "reward.judge.opponents=2 but reward.functions=('judge',) has no 'judge_pairs'",
+    ),
+    (
+        dict(reward__functions=("judge_pairs",), reward__judge__opponents=3, rollout__n=1),
+        "reward.judge.opponents=3 is odd",
+        "rollout.n=1 gives judge_pairs no opponent",
+    ),
+    (
+        dict(reward__functions=("judge_pairs?against=reference",)),
+        "reward.judge.against='reference' but reward.judge.reference is empty",
     ),
     (dict(reward__clip=(1.0, -1.0)), "reward.clip=(1.0, -1.0) is no range"),
     (dict(reward__functions=("maths",)), "did you mean 'math'?", "package.module:function"),

@@ -77,11 +77,13 @@ def test_the_form_is_recognized_by_the_names_of_the_parameters(function, signatu
 
 
 def test_every_built_in_reward_has_a_form():
-    options = {"remote": "?url=http://x", "judge": "?url=http://x&model=m&rubric=r"}
+    judge = "?url=http://x&model=m&rubric=r"
+    options = {"remote": "?url=http://x", "judge": judge, "judge_pairs": judge}
     for name in BUILT_IN:
         assert read_signature(load_reward(name + options.get(name, ""))).form in (
             "verl",
             "verl_batch",
+            "verl_group",
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.config.keys import JudgeConfig, RewardConfig
 from jaxrl.rewards.calls import RewardFailed
-from jaxrl.rewards.model_judge import judge as judge_module
+from jaxrl.rewards.model_judge import verdicts
 from jaxrl.rewards.model_judge.judge import judge
 from jaxrl.rewards.model_judge.rubric import read_rubric
 from jaxrl.rewards.pool import RewardPool
@@ -108,7 +108,7 @@ def test_the_judge_sees_no_thinking_but_the_turns_of_an_episode(serve, rubric):
 def test_a_judge_that_fails_gives_a_named_error_and_counts_not_a_zero(
     serve, rubric, answer, kind, reason, monkeypatch
 ):
-    monkeypatch.setattr(judge_module, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(verdicts, "FIRST_WAIT_S", 0.0)
     server = serve(answer)
     with pytest.raises(RewardFailed, match=rf"no verdict after 2 attempts; {kind}: ") as failed:
         ask(server.url, rubric, attempts=2)
@@ -121,7 +121,7 @@ def test_a_judge_that_fails_gives_a_named_error_and_counts_not_a_zero(
 
 
 def test_a_failed_attempt_is_repeated_and_a_wrong_request_is_not(serve, rubric, monkeypatch):
-    monkeypatch.setattr(judge_module, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(verdicts, "FIRST_WAIT_S", 0.0)
     server = serve(503, completion("prose"), completion(GOOD))
     found = ask(server.url, rubric, attempts=3)
     counts = {"requests": 3, "failed_status": 1, "failed_invalid": 1}
@@ -209,6 +209,14 @@ def test_a_wrong_rubric_is_refused_before_the_run(tmp_path, text, error):
     options = JudgeConfig(url="http://x", model="m", rubric=str(path))
     with pytest.raises(ValueError, match=error):
         RewardPool(RewardConfig(functions=("judge",), judge=options))
+
+
+def test_the_cost_is_the_price_of_all_tokens_also_of_failed_requests(serve, rubric, monkeypatch):
+    monkeypatch.setattr(verdicts, "FIRST_WAIT_S", 0.0)
+    server = serve(completion("prose"), completion(GOOD))
+    found = ask(server.url, rubric, attempts=2, prompt_price=2.0, completion_price=10.0)
+    # 2 requests of 50 + 7 tokens: (100 * 2 + 14 * 10) / 10^6
+    assert found["counts"]["cost"] == pytest.approx(340e-6)
 
 
 def test_a_missing_key_of_the_server_is_refused_before_the_run(rubric, monkeypatch):

@@ -1,5 +1,6 @@
 """Rules between the keys of rewards."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.config.choices import REWARDS
@@ -7,6 +8,8 @@ from jaxrl.config.keys import JudgeConfig, RewardModelConfig, RunConfig
 from jaxrl.config.plugins import options
 from jaxrl.config.schema import did_you_mean, flatten, is_import_path, to_dict
 
+_JUDGES = ("judge", "judge_pairs")
+_OF_PAIRS = (".against", ".opponents", ".swap")
 _JUDGE_EXAMPLES = {
     "url": "http://judge:8000/v1",
     "model": "Qwen/Qwen3-32B",
@@ -87,13 +90,19 @@ def _model_errors(run: RunConfig) -> list[str]:
 
 def _judge_errors(run: RunConfig) -> list[str]:
     judge, errors = run.reward.judge, []
-    judges = [f for f in run.reward.functions if f.partition("?")[0] == "judge"]
+    judges = [f for f in run.reward.functions if f.partition("?")[0] in _JUDGES]
     changed = _changed("reward.judge", judge, JudgeConfig())
     if changed and not judges:
         return [
-            f"{', '.join(changed)} but reward.functions={run.reward.functions} has no 'judge'; "
-            "add it, or omit these keys"
+            f"{', '.join(changed)} but reward.functions={run.reward.functions} has no 'judge' or "
+            "'judge_pairs'; add one, or omit these keys"
         ]
+    only_pairs = [text for text in changed if text.split("=")[0].endswith(_OF_PAIRS)]
+    if only_pairs and not any(f.startswith("judge_pairs") for f in judges):
+        errors.append(
+            f"{', '.join(only_pairs)} but reward.functions={run.reward.functions} has no "
+            "'judge_pairs'; add it, or omit these keys"
+        )
     for function in judges:
         given = {"url": judge.url, "model": judge.model, "rubric": judge.rubric} | options(function)
         errors += [
@@ -107,6 +116,37 @@ def _judge_errors(run: RunConfig) -> list[str]:
                 f"reward.judge.url={given['url']!r} is no URL; set one such as "
                 f"{_JUDGE_EXAMPLES['url']!r}"
             )
+        if function.partition("?")[0] == "judge_pairs":
+            errors += _pair_errors(run, to_dict(judge) | options(function))
+    return errors
+
+
+def _pair_errors(run: RunConfig, given: Mapping[str, Any]) -> list[str]:
+    """Rules of the comparison of pairs, with the keys and options `given`."""
+    errors = []
+    if given["opponents"] % 2:
+        errors.append(
+            f"reward.judge.opponents={given['opponents']} is odd; set an even number, half of it "
+            "on each side of a response, or 0 for all others"
+        )
+    if given["against"] == "reference":
+        if not given["reference"]:
+            errors.append(
+                "reward.judge.against='reference' but reward.judge.reference is empty; set it to "
+                "'answer' or a column of the data"
+            )
+        return errors
+    sizes = {"rollout.n": run.rollout.n}
+    if run.data.val:
+        sizes["eval.n"] = run.eval.n
+    if run.algorithm.advantage == "remax":
+        sizes["the greedy baseline of algorithm.advantage='remax'"] = 1
+    errors += [
+        f"{name}={n} gives judge_pairs no opponent; set at least 2, or "
+        "reward.judge.against='reference'"
+        for name, n in sizes.items()
+        if n < 2
+    ]
     return errors
 
 

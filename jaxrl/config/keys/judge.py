@@ -1,7 +1,8 @@
-"""Keys of the reward `judge`: a language model that scores responses by a rubric."""
+"""Keys of the rewards `judge` and `judge_pairs`: a language model that judges by a rubric."""
 
 import dataclasses
 
+from jaxrl.config.choices import OPPONENTS
 from jaxrl.config.schema import key
 
 
@@ -9,7 +10,7 @@ from jaxrl.config.schema import key
 class JudgeConfig:
     url: str = key(
         "",
-        "Base URL of the OpenAI-compatible server of the reward judge, such as "
+        "Base URL of the OpenAI-compatible server of the judge, such as "
         "'http://judge:8000/v1'; '' = no judge",
     )
     model: str = key("", "Name of the judge's model at the server")
@@ -30,4 +31,25 @@ class JudgeConfig:
     api_key_env: str = key("", "Environment variable with the server's API key; '' = no key")
     cache: bool = key(
         True, "Keep valid verdicts in judge/ of the run folder, and use them for equal requests"
+    )
+    prompt_price: float = key(
+        0.0, "Price of a million prompt tokens, for the metric reward/judge/cost", ge=0
+    )
+    completion_price: float = key(0.0, "Price of a million completion tokens", ge=0)
+    against: str = key(
+        "group",
+        "Opponents in judge_pairs: group = other responses to the prompt, reference = the answer "
+        "in the column `reference`",
+        choices=OPPONENTS,
+    )
+    opponents: int = key(
+        0,
+        "Responses of the group with which judge_pairs compares each response, an even number, "
+        "drawn by the texts; 0 = all others",
+        ge=0,
+    )
+    swap: bool = key(
+        True,
+        "Compare each pair in both orders and take the mean, which cancels a preference of the "
+        "judge for a position",
     )

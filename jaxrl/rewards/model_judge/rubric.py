@@ -19,10 +19,13 @@ import yaml
 from jaxrl.json_text import Json, parse_json, shown
 
 EXPLANATION = "explanation"  # the field of a verdict before the scores
+PREFERENCES = {"A": 1.0, "B": 0.0, "tie": 0.5}  # share of the first response in a comparison
 RESERVED = (  # fields of results and counts next to the scores
     EXPLANATION,
     *("score", "counts", "latency_s", "requests", "cached", "failures"),
-    *("prompt_tokens", "completion_tokens"),
+    *("prompt_tokens", "completion_tokens", "cost"),
+    *("pairs", "failed_pairs", "equal_pairs", "inconsistent", "preferred_first"),
+    *("preferred_second", "ties"),
 )
 MAX_LEVELS = 101  # integers of a scale: the schema lists them
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -54,14 +57,14 @@ class Rubric:
     @property
     def schema(self) -> Json:
         """The JSON schema of a verdict: an explanation, then one integer per criterion."""
-        fields: Json = {EXPLANATION: {"type": "string"}}
-        fields |= {c.name: {"type": "integer", "enum": c.levels} for c in self.criteria}
-        return {
-            "type": "object",
-            "properties": fields,
-            "required": list(fields),
-            "additionalProperties": False,
-        }
+        return _schema({c.name: {"type": "integer", "enum": c.levels} for c in self.criteria})
+
+    @property
+    def pair_schema(self) -> Json:
+        """The JSON schema of a comparison: an explanation, then the better one per criterion."""
+        return _schema(
+            {c.name: {"type": "string", "enum": list(PREFERENCES)} for c in self.criteria}
+        )
 
     def read_verdict(self, text: str) -> dict[str, int]:
         """The score of each criterion.
@@ -69,6 +72,27 @@ class Rubric:
         Raises ValueError unless the text is a JSON object with an integer within its scale for
         every criterion, and nothing else but the explanation.
         """
+        value = self._read(text)
+        for c in self.criteria:
+            score = value[c.name]
+            if type(score) is not int or not c.low <= score <= c.high:
+                raise ValueError(f"{c.name} is {shown(score)}, no integer from {c.low} to {c.high}")
+        return value
+
+    def read_comparison(self, text: str) -> dict[str, float]:
+        """How far the first response is better, by criterion: 1 better, 0 worse, 0.5 a tie.
+
+        Raises ValueError unless the text is a JSON object with "A", "B" or "tie" for every
+        criterion, and nothing else but the explanation.
+        """
+        value = self._read(text)
+        for name, found in value.items():
+            if not isinstance(found, str) or found not in PREFERENCES:
+                raise ValueError(f"{name} is {shown(found)}, neither A, B nor tie")
+        return {name: PREFERENCES[found] for name, found in value.items()}
+
+    def _read(self, text: str) -> dict[str, Any]:
+        """The fields of the criteria in a JSON object. Raises ValueError."""
         value = parse_json(text)
         if not isinstance(value, dict):
             raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
@@ -77,16 +101,20 @@ class Rubric:
             raise ValueError(f"it has no score for {', '.join(lacking)}")
         if unknown := value.keys() - {EXPLANATION, *names}:
             raise ValueError(f"it has fields that are no criteria: {', '.join(sorted(unknown))}")
-        for c in self.criteria:
-            score = value[c.name]
-            if type(score) is not int or not c.low <= score <= c.high:
-                raise ValueError(f"{c.name} is {shown(score)}, no integer from {c.low} to {c.high}")
         return {name: value[name] for name in names}
 
     def score(self, verdict: Mapping[str, int]) -> float:
         """Σ w_i (s_i - low_i) / (high_i - low_i) / Σ w_i, from 0 to 1."""
         parts = [c.weight * (verdict[c.name] - c.low) / (c.high - c.low) for c in self.criteria]
-        return sum(parts) / sum(c.weight for c in self.criteria)
+        return sum(parts) / self._total
+
+    def weighted(self, values: Mapping[str, float]) -> float:
+        """Σ w_i v_i / Σ w_i of a value per criterion."""
+        return sum(c.weight * values[c.name] for c in self.criteria) / self._total
+
+    @property
+    def _total(self) -> float:
+        return sum(c.weight for c in self.criteria)
 
 
 def read_rubric(path: str) -> Rubric:
@@ -98,6 +126,17 @@ def read_rubric(path: str) -> Rubric:
         raise ValueError(f"the rubric {path} cannot be read ({error}); {_HINT}") from error
     except ValueError as error:
         raise ValueError(f"the rubric {path}: {error}; {_HINT}") from error
+
+
+def _schema(fields: Json) -> Json:
+    """The JSON schema of an object with an explanation and these fields."""
+    fields = {EXPLANATION: {"type": "string"}} | fields
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+    }
 
 
 def _rubric(value: Any) -> Rubric:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -246,11 +247,13 @@ def score(
 ) -> list[ScoredRollout]:
     """All rollouts with their rewards, on every process.
 
-    Each process runs the reward functions for its share of the rollouts. The reward model runs on
+    Each process runs the reward functions for its share of the prompts. The reward model runs on
     all processes together.
     """
+    groups = [list(group) for _, group in itertools.groupby(rollouts, lambda r: r.prompt.id)]
     with hosts.raise_together():
-        share = pool.score(rollouts[hosts.local_slice(len(rollouts))])
+        own = groups[hosts.local_slice(len(groups))]
+        share = pool.score(list(itertools.chain.from_iterable(own)))
     stop.check()
     return with_model_scores(reward_model, rollouts, hosts.gather_items(share), stop)
 
