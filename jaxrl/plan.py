@@ -3,6 +3,7 @@
 Compiles the programs of the run for devices that need not be attached.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -168,12 +169,15 @@ def _job(
         cfg, workload = with_objective(cfg, objective), objective.workload(cfg)
     file = options.get("model-config", "")
     tower = tower_shape(cfg.model.path, file) if cfg.data.images else None
-    for key, path in paths.values():
-        if tower is not None and path and tower_shape(path) != tower:
+    for name, (key, path) in paths.items():
+        if tower is None or not path or (other := tower_shape(path)) == tower:
+            continue
+        if name != "teacher":
             raise ValueError(
                 f"--config.{key}={path} has another vision tower than the policy, whose features "
-                "all models of a run with images read; leave it out"
+                "it would read; leave it out"
             )
+        role_decoders[name] = dataclasses.replace(role_decoders[name], tower=other)
     decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
     return Job(cfg, decoder, machine, lengths, role_decoders, workload, tower)
 

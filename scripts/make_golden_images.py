@@ -17,6 +17,7 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  only in that environment
 import transformers
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
@@ -30,7 +31,16 @@ POSITIONS = [
     [2, (1, 8, 2), 1, (1, 4, 6), 6, (1, 2, 2)],
     [1, (3, 4, 6), 2],
 ]
-N_DEEP = {"qwen3_vl": 2, "qwen2_5_vl": 0, "qwen3_5": 0, "gemma3": 0}
+N_DEEP = {
+    "qwen3_vl": 2,
+    "qwen2_5_vl": 0,
+    "qwen3_5": 0,
+    "gemma3": 0,
+    "gemma4": 0,
+    "gemma4_shared": 0,
+}
+# Models in which the tokens of an image see each other.
+WHOLE = {"gemma3": gemma3, "gemma4": gemma4, "gemma4_shared": gemma4}
 
 
 def kinds(row: list) -> np.ndarray:
@@ -91,16 +101,25 @@ def main(target: Path) -> None:
                 more |= dict(
                     visual_pos_masks=mask, deepstack_visual_embeds=list(torch.from_numpy(deep))
                 )
-            if name == "gemma3":
-                groups = gemma3.get_block_sequence_ids_for_mask(torch.from_numpy(types))
-                masks = gemma3.create_masks_for_vision_model(
+            if module := WHOLE.get(name):
+                types = torch.from_numpy(types)
+                device = (types.device,) if module is gemma4 else ()
+                groups = module.get_block_sequence_ids_for_mask(types, *device)
+                masks = module.create_masks_for_vision_model(
                     model.config, x, None, None, None, block_sequence_ids=groups
                 )
                 more |= dict(attention_mask=masks)
             else:
                 more |= dict(position_ids=torch.from_numpy(positions))
+            if getattr(model, "hidden_size_per_layer_input", 0):  # as Gemma4Model has them
+                padded = torch.from_numpy(
+                    np.where(tokens == IMAGE, model.config.pad_token_id, tokens)
+                )
+                more |= dict(per_layer_inputs=model.get_per_layer_inputs(padded.long(), x))
             hidden = model(inputs_embeds=x, use_cache=False, **more).last_hidden_state
             logits = head(hidden).numpy()[..., ::8]  # every eighth word
+            if cap := getattr(model.config, "final_logit_softcapping", None):
+                logits = cap * np.tanh(logits / cap)
         np.savez_compressed(
             out / f"{name}.npz",
             tokens=tokens,

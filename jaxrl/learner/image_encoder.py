@@ -82,13 +82,11 @@ class ImageEncoder:
     def follow(self, model: Decoder) -> None:
         """Nothing: an update of the model does not change the tower."""
 
-    def another(self, layout: Layout | None = None) -> "ImageEncoder":
+    def another(self, decoder: DecoderConfig, layout: Layout | None = None) -> "ImageEncoder":
         """An encoder for a model with another tower, in the layout of a role or the same one."""
-        rules = self._rules if layout is None else layout.rules
+        rules, cfg = self._rules if layout is None else layout.rules, decoder.tower or self.cfg
         with jax.set_mesh(self._mesh) if layout is None else layout.on_mesh():
-            return ImageEncoder(
-                self._folder, self.cfg, self._decoder, rules, self.dtype, self._kept_bytes
-            )
+            return ImageEncoder(self._folder, cfg, decoder, rules, self.dtype, self._kept_bytes)
 
     def abstract_tower(self) -> Tree:
         """The shapes of its weights."""

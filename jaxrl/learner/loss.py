@@ -248,14 +248,9 @@ def _gradients_1f1b(
     rules: Rules,
 ) -> tuple[Tree, LossSums]:
     """`loss_gradients` row by row. The hidden states of a reference are those of all rows."""
-    if batch.images is not None or batch.axis_positions is not None:
-        raise NotImplementedError(
-            "images are not supported in a pipeline with the schedule "
-            f"{cfg.learner.pipeline_schedule!r}; set config.learner.pipeline_schedule='gpipe'"
-        )
-    inputs, batch = _packed_inputs(batch, cfg), dataclasses.replace(batch, experts=None)
-    del inputs["features"], inputs["axis_positions"]
+    inputs = _packed_inputs(batch, cfg)
     ref = _reference(ref_params, batch, cfg=cfg, rules=rules)
+    batch = dataclasses.replace(batch, experts=None, images=None, axis_positions=None)
     hidden_ref, unembed_ref = ref or (None, None)
 
     def of_row(params: Decoder, hidden: jax.Array, row: tuple) -> tuple[jax.Array, LossSums]:

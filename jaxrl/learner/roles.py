@@ -125,8 +125,8 @@ def make_scorers(
     most_likely = bool(teacher_top_k(cfg))
     if differs or restricted or cfg.learner.replays or most_likely:
         ref_layout = role_layout(cfg, "ref", ref_decoder, dtype)
-        if encoder is not None and decoder.tower is not None:
-            encoder = encoder.another(None if shares_base(cfg) else ref_layout)
+        if encoder is not None and (decoder.tower or ref_decoder.tower) is not None:
+            encoder = encoder.another(ref_decoder, None if shares_base(cfg) else ref_layout)
         ref_scorer = make(
             ref_layout,
             cfg.ref,

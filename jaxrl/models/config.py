@@ -277,6 +277,7 @@ class DecoderConfig:
     max_len: int = 2048
     input_P: int = 0  # features of the inputs of each layer by token (layers/layer_inputs.py)
     input_V: int = 0  # tokens that have them
+    input_pad: int = 0  # the token whose inputs those of images have
     dense_F: int = 0  # intermediate_size of a file in which every layer has experts; unused
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
     gated_delta: str = "auto"  # implementation of decode steps of gated DeltaNet; see kernels/

@@ -114,7 +114,11 @@ class Decoder(nnx.Module):
         """
         x = self.embed_tokens(tokens, rules)
         x = x if features is None else features.insert(x, rules)
-        inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x, rules)
+        inputs = None
+        if self.layer_inputs is not None:
+            pad = self.cfg.input_pad
+            own = tokens if features is None else features.with_token(tokens, pad, rules)
+            inputs = self.layer_inputs(own, x, rules)
         x = jax.reshard(x, rules.residual_spec(x.shape))
         x, state, load = run_layers(
             self.cfg,

@@ -66,6 +66,11 @@ class ImageFeatures:
         """The embeddings with those of images replaced."""
         return self._at_images(self.rows, x, x.dtype, rules)
 
+    def with_token(self, tokens: Int[Array, "B T"], token: int, rules: Rules) -> Int[Array, "B T"]:
+        """The tokens, with this one in the places of images."""
+        rows = rules.spec("batch", "time")
+        return jnp.where(jax.reshard(self.is_image, rows), token, jax.reshard(tokens, rows))
+
     def deep_sums(self, dtype: DTypeLike, rules: Rules) -> Float[Array, "n B T D"] | None:
         """The rows that are added to the hidden states after each of the first layers."""
         if self.deep is None:
@@ -108,7 +113,7 @@ def whole_images(cfg: DecoderConfig) -> bool:
 
 
 def check_images(cfg: DecoderConfig, features: ImageFeatures | None, axis_positions: Any) -> None:
-    """Raises ValueError or NotImplementedError for what the model does not compute."""
+    """Raises ValueError for what the model does not compute."""
     sections = {mixer.rope.mrope_section for mixer in cfg.attention_layers} or {()}
     if axis_positions is not None and () in sections:
         raise ValueError(
@@ -121,11 +126,6 @@ def check_images(cfg: DecoderConfig, features: ImageFeatures | None, axis_positi
         raise ValueError(
             f"images of this {cfg.family} model have positions by axis (mrope_section); pass the "
             "axis_positions of mrope_positions with their features"
-        )
-    if cfg.input_P:
-        raise NotImplementedError(
-            f"images are not supported for this {cfg.family} model, whose layers have inputs by "
-            "token (hidden_size_per_layer_input); leave out images"
         )
     if features.n_deep > cfg.L:
         raise ValueError(f"deepstack features of {features.n_deep} layers for {cfg.L} layers")

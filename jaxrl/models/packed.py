@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import attention
@@ -25,7 +26,6 @@ from jaxrl.models.image_features import (
     PackedPatches,
     check_images,
     image_visibility,
-    whole_images,
 )
 from jaxrl.models.layer_loop import scan_layers, stacked_layers
 from jaxrl.models.layers.gated_delta_net import queries_and_keys
@@ -34,6 +34,7 @@ from jaxrl.models.layers.mla import LatentHeads
 from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import MoE
 from jaxrl.models.layers.router import RouterLoad
+from jaxrl.models.layers.row_ops import LayerPlace
 from jaxrl.models.lora import combine, split
 from jaxrl.models.pipeline import run_stages, to_micro_batches
 from jaxrl.models.pipeline_1f1b import gradients_1f1b
@@ -132,9 +133,10 @@ def forward_routed(
             features=features,
         )
         return hidden, load
-    x = _embed_outside_stages(model, tokens, features, rules)
+    x = _embed(model, tokens, features, rules)
     layers, places = stacked_layers(model.cfg, model.layers, rules)
     rows = rotary, segments, weights, visibility, experts
+    rows = rows + _image_rows(model.cfg, features, segments, visibility, x.dtype, rules)
     stage = _stage(model.cfg, rules, remat, implementation, segment_align)
     x, load = run_stages(stage, (layers, places), x, rows, rules=rules)
     return model.finish(x), load
@@ -151,6 +153,8 @@ def pipelined_gradients(
     until: Int[Array, "B T"] | None = None,
     copies: Int[Array, "B T"] | None = None,
     experts: Int[Array, "B T L k"] | None = None,
+    features: ImageFeatures | None = None,
+    axis_positions: Int[Array, "B T 3"] | None = None,
     zero_sums: Tree,
     load_gradient: RouterLoad | None,
     rules: Rules,
@@ -167,6 +171,7 @@ def pipelined_gradients(
     inputs, [B, T, ...]. `load_gradient` is the gradient of the loss with respect to the router
     load. The other arguments are those of `forward_routed`.
     """
+    check_images(model.cfg, features, axis_positions)
     trained, frozen = split(model)
     top = _with_layers(trained, jax.tree.map(lambda _: optax.MaskedNode(), trained.layers))
     layers, places = stacked_layers(model.cfg, trained.layers, rules)
@@ -179,7 +184,7 @@ def pipelined_gradients(
         return run((layers, places), x, *rows)
 
     def embed(top: Tree) -> jax.Array:
-        return to_micro_batches(combine(top, frozen).embed_tokens(tokens, rules), rules)
+        return to_micro_batches(_embed(combine(top, frozen), tokens, features, rules), rules)
 
     def loss(top: Tree, hidden: jax.Array, rows: Tree) -> tuple[jax.Array, Tree]:
         whole = combine(top, frozen)
@@ -187,7 +192,9 @@ def pipelined_gradients(
 
     visibility = None if until is None else Visibility(until, positions)
     weights = segments > 0 if copies is None else copies
+    rotary = positions if axis_positions is None else axis_positions
     x, pull_back = jax.vjp(embed, top)
+    of_images = _image_rows(model.cfg, features, segments, visibility, x.dtype, rules)
     found = gradients_1f1b(
         stage,
         loss,
@@ -195,7 +202,7 @@ def pipelined_gradients(
         (stacked_layers(model.cfg, frozen.layers, rules)[0], places),
         top,
         x,
-        (positions, segments, weights, visibility, experts),
+        (rotary, segments, weights, visibility, experts, *of_images),
         rows,
         zero_sums=zero_sums,
         load_gradient=load_gradient,
@@ -271,24 +278,35 @@ class PackedRows:
         return dict(segments=segments, visibility=visibility, align=self.align, rules=whole)
 
 
-def _embed_outside_stages(
+def _embed(
     model: Decoder, tokens: Int[Array, "B T"], features: ImageFeatures | None, rules: Rules
 ) -> Float[Array, "B T D"]:
-    """The input of a pipeline. Raises NotImplementedError for features that its stages need."""
+    """The input of a pipeline."""
     x = model.embed_tokens(tokens, rules)
-    if features is None:
-        return x
-    if features.deep is not None:
+    return x if features is None else features.insert(x, rules)
+
+
+def _image_rows(
+    cfg: DecoderConfig,
+    features: ImageFeatures | None,
+    segments: Int[Array, "B T"],
+    visibility: Visibility | None,
+    dtype: DTypeLike,
+    rules: Rules,
+) -> tuple[Visibility | None, Float[Array, "B T n D"] | None]:
+    """What stages read of images: their visibility, and what the first layers add (deepstack).
+
+    Raises NotImplementedError if not all of these layers are in the first stage.
+    """
+    deep = None if features is None else features.deep_sums(dtype, rules)
+    n_layers = cfg.L // rules.n_shards("layers")
+    if deep is not None and len(deep) > n_layers:
         raise NotImplementedError(
-            "deepstack features are not supported in a pipeline, whose later stages do not have "
-            "the first layers; set config.mesh.stage=1"
+            f"deepstack features of {len(deep)} layers in a pipeline whose first stage has "
+            f"{n_layers}; set config.mesh.stage to at most {cfg.L // len(deep)}"
         )
-    if whole_images(model.cfg):
-        raise NotImplementedError(
-            f"images whose tokens see each other ({model.cfg.family}) are not supported in a "
-            "pipeline; set config.mesh.stage=1"
-        )
-    return features.insert(x, rules)
+    whole = image_visibility(cfg, features, segments, visibility, rules)
+    return whole, None if deep is None else jnp.moveaxis(deep, 0, 2)
 
 
 def _stage(
@@ -297,8 +315,8 @@ def _stage(
     """The layers of one pipeline stage on packed rows."""
     inside = rules.in_stage()
 
-    def stage(inputs, x, positions, segments, live, visibility, experts):
-        packed = PackedRows(segments, visibility, inside, implementation, segment_align)
+    def stage(inputs, x, positions, segments, live, visibility, experts, whole, deep):
+        packed = PackedRows(segments, visibility, inside, implementation, segment_align, whole)
         layers, places = inputs
         x, _, load = scan_layers(
             cfg,
@@ -308,6 +326,7 @@ def _stage(
             positions,
             packed,
             None,
+            deep=None if deep is None else _in_first_stage(deep, places),
             live=live,
             rules=inside,
             remat=remat,
@@ -316,6 +335,15 @@ def _stage(
         return x, load
 
     return stage
+
+
+def _in_first_stage(
+    deep: Float[Array, "R T n D"], places: list[LayerPlace]
+) -> Float[Array, "n R T D"]:
+    """The sums of the first layers of the model; zeros in other stages, which run them too."""
+    first = places[0].index
+    assert first is not None, "the layers of a pipeline are stacked"
+    return jnp.where(first[0] == 0, jnp.moveaxis(deep, 2, 0), 0)
 
 
 def _layers_first(experts: jax.Array | None) -> jax.Array | None:

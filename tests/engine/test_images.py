@@ -24,15 +24,16 @@ from jaxrl.models.image_features import ImageFeatures
 from jaxrl.models.packed import forward_packed
 from sharding import DECODE, TRAIN
 from tests.engine.engine_cases import SMALL, limit_pages, run
-from tests.models.test_image_features import IMAGE, load
+from tests.marks import graded
+from tests.models.test_image_features import IMAGE, WHOLE, load
 
 GRIDS = [(1, 4, 6), (1, 2, 4), (1, 6, 6)]  # 6, 2 and 9 tokens
 LARGE = (1, 16, 20)  # 80 tokens, more than a row of prefill
-N_DEEP = {"qwen3_vl": 2, "qwen2_5_vl": 0, "gemma3": 0}
+N_DEEP = {"qwen3_vl": 2, "qwen2_5_vl": 0, "gemma3": 0, "gemma4": 0, "gemma4_shared": 0}
 
 
 def settings(name: str, D: int) -> ImageSettings:
-    whole, dtype = name == "gemma3", np.dtype(np.float32)
+    whole, dtype = name in WHOLE, np.dtype(np.float32)
     return ImageSettings(IMAGE, D, N_DEEP[name], merge=0 if whole else 2, dtype=dtype, whole=whole)
 
 
@@ -179,14 +180,22 @@ def test_chunks_prefixes_and_preemption_change_no_token(one_device):
     assert stats.n_preempted and stats.n_cached_tokens
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("stacked", [False, True])
-def test_tokens_of_an_image_see_each_other(one_device, stacked):
-    """Also of images in several rows, after cached prefixes, and after preemption."""
-    params = load("gemma3", stacked=stacked)
+@pytest.mark.parametrize(
+    ("name", "stacked"),
+    graded(
+        [(name, stacked) for name in WHOLE for stacked in (False, True)],
+        thorough=[("gemma3", False), ("gemma3", True), ("gemma4", True), ("gemma4_shared", False)],
+    ),
+)
+def test_tokens_of_an_image_see_each_other(one_device, name, stacked):
+    """Also of images in several rows, after cached prefixes, and after preemption.
+
+    gemma4_shared has layers that read the KV of others, and inputs of each layer by token.
+    """
+    params = load(name, stacked=stacked)
     cfg = params.cfg
     requests = requests_of(cfg, 0, prompts=APART, max_tokens=60)
-    small = make_engine("gemma3", cfg, max_num_batched_tokens=128)
+    small = make_engine(name, cfg, max_num_batched_tokens=128)
     small.allocate()
     limit_pages(small, 6)
     results = run(small, params, requests)

@@ -15,10 +15,12 @@ import pytest
 
 from jaxrl.data.images.mrope import mrope_positions
 from jaxrl.data.packing import Packed, gather, pack
+from jaxrl.models.config import AttentionConfig, DecoderConfig
+from jaxrl.models.decoder import restrict
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.image_features import ImageFeatures
 from jaxrl.models.kv_cache import init_cache
-from jaxrl.models.packed import forward_packed, forward_routed
+from jaxrl.models.packed import forward_packed, forward_routed, pipelined_gradients
 from jaxrl.models.paged import forward_mixed, forward_paged
 from jaxrl.types import ImageInput, PlacedImage, TrainingSample
 from sharding import DECODE, TRAIN, make_mesh, mesh_order, row_order
@@ -28,6 +30,7 @@ from tests.marks import graded
 FOLDER = Path(__file__).parent
 FAMILIES = sorted(path.stem for path in (FOLDER / "golden_images").glob("*.npz"))
 IMAGE = 60  # the placeholder
+WHOLE = ("gemma3", "gemma4", "gemma4_shared")  # the tokens of an image see each other
 
 
 @functools.cache
@@ -42,13 +45,29 @@ def inputs(name: str) -> tuple:
     index = np.maximum(np.cumsum(image).reshape(tokens.shape) - 1, 0)
     deep = np.moveaxis(saved["deep"], 0, 1)[index] if len(saved["deep"]) else None
     features = ImageFeatures(saved["rows"][index], image, deep)
-    axes = None if name == "gemma3" else np.moveaxis(saved["positions"], 0, 2)
+    axes = None if name in WHOLE else np.moveaxis(saved["positions"], 0, 2)
     places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return tokens, np.ones_like(tokens), places, features, axes
 
 
 def load(name: str, *, rules=TRAIN, stacked: bool = False):
-    return load_model(FOLDER / "golden" / name, rules=rules, stacked=stacked)[1]
+    cfg, model = load_model(FOLDER / "golden" / name, rules=rules, stacked=stacked)
+    return model if name not in WHOLE else restrict(model, with_whole_images(cfg))
+
+
+def with_whole_images(cfg: DecoderConfig) -> DecoderConfig:
+    """The model with use_bidirectional_attention="vision", which files of text models omit.
+
+    In Gemma 4 it is a rule of the layers with a window only.
+    """
+
+    def of_layer(layer):
+        mixer = layer.mixer
+        assert isinstance(mixer, AttentionConfig)
+        whole = cfg.family == "gemma3" or mixer.window > 0
+        return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, whole_images=whole))
+
+    return dataclasses.replace(cfg, layers=tuple(map(of_layer, cfg.layers)))
 
 
 @functools.partial(jax.jit, static_argnames="rules")
@@ -64,7 +83,10 @@ def logits(model, tokens, segments, positions, features, axes, rules=TRAIN):
     graded(
         [(name, stacked) for name in FAMILIES for stacked in (False, True)],
         default=[("qwen3_vl", True)],
-        thorough=[("qwen2_5_vl", False), ("gemma3", True), ("qwen3_5", False), ("qwen3_vl", False)],
+        thorough=[
+            *(("qwen2_5_vl", False), ("gemma3", True), ("qwen3_5", False), ("qwen3_vl", False)),
+            *(("gemma4", True), ("gemma4_shared", False), ("gemma4_shared", True)),
+        ],
     ),
 )
 def test_logits_equal_those_of_transformers(name, stacked, one_device):
@@ -135,6 +157,9 @@ def alone(name: str, stacked: bool):
             ("qwen3_vl", dict(fsdp=2, tensor=2), TENSOR, True),
             ("gemma3", dict(fsdp=2, sequence=2), ULYSSES, True),
             ("gemma3", dict(fsdp=2, sequence=2), RING, True),
+            ("gemma4_shared", dict(fsdp=2, sequence=2), ULYSSES, True),
+            ("gemma4_shared", dict(fsdp=2, sequence=2), RING, True),
+            ("gemma4", dict(fsdp=2, tensor=2), TENSOR, False),
             ("qwen3_5", dict(fsdp=2, tensor=2), TENSOR, False),
             ("qwen2_5_vl", dict(stage=2), PIPELINE, True),
         ],
@@ -142,6 +167,7 @@ def alone(name: str, stacked: bool):
             ("qwen3_vl", dict(fsdp=2, sequence=2), ULYSSES, False),
             ("qwen3_vl", dict(fsdp=2, tensor=2), TENSOR, False),
             ("gemma3", dict(fsdp=2, sequence=2), RING, True),
+            ("gemma4_shared", dict(fsdp=2, sequence=2), RING, True),
             ("qwen2_5_vl", dict(stage=2), PIPELINE, True),
         ],
     ),
@@ -152,6 +178,76 @@ def test_a_mesh_gives_the_numbers_of_one_device(name, sizes, rules, stacked):
     np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(want[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4"])
+def test_both_orders_of_a_pipeline_give_the_gradients_of_one_device(name):
+    """With deepstack features after the first layer, and images whose tokens see each other."""
+    tokens, segments, positions, features, axes = inputs(name)
+    if name not in WHOLE:
+        deep = np.random.default_rng(0).normal(size=(*tokens.shape, 1, 32)).astype(np.float32)
+        features = dataclasses.replace(features, deep=deep)
+    batch = tokens, segments, positions, features, axes
+
+    def objective(model, hidden, rules):
+        out = model.logits(hidden, rules)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.shape[-1])))
+
+    def derived(model, tokens, segments, positions, features, axes, rules):
+        def total(model):
+            hidden = forward_packed(
+                *(model, tokens, segments, positions),
+                features=features,
+                axis_positions=axes,
+                rules=rules,
+            )
+            return objective(model, hidden, rules)
+
+        return jax.value_and_grad(total)(model)
+
+    def by_1f1b(model, tokens, segments, positions, features, axes, rules):
+        def of_row(model, hidden, _):
+            return (objective(model, hidden, rules),) * 2
+
+        grads, value, _ = pipelined_gradients(
+            *(model, of_row, tokens, segments, positions, tokens),
+            features=features,
+            axis_positions=axes,
+            zero_sums=jnp.zeros(()),
+            load_gradient=None,
+            rules=rules,
+            remat="full",
+        )
+        return value, grads
+
+    def run(gradients, rules, **sizes):
+        with jax.set_mesh(make_mesh(**sizes)):
+            given = jax.tree.map(lambda a: jax.device_put(a, jax.P()), batch)
+            model = load(name, rules=rules, stacked=True)
+            found = jax.jit(functools.partial(gradients, rules=rules))(model, *given)
+            value, grads = jax.device_get(found)
+            return value, {k: g for k, g in jax.tree.leaves_with_path(grads)}
+
+    value, want = run(derived, TRAIN)
+    for gradients in (derived, by_1f1b):
+        found, grads = run(gradients, PIPELINE, stage=2)
+        np.testing.assert_allclose(found, value, rtol=1e-5)
+        assert len(grads) > 8
+        for path, g in grads.items():
+            bound = 1e-5 * np.abs(want[path]).max()
+            np.testing.assert_allclose(g, want[path], rtol=1e-5, atol=bound)
+
+
+def test_deepstack_features_of_a_later_stage_are_refused():
+    tokens, segments, positions, features, axes = inputs("qwen2_5_vl")
+    features = dataclasses.replace(features, deep=np.zeros((*tokens.shape, 2, 32), np.float32))
+    with jax.set_mesh(make_mesh(stage=2)):
+        model = load("qwen2_5_vl", rules=PIPELINE, stacked=True)
+        batch = (tokens, segments, positions, features, axes)
+        batch = jax.tree.map(lambda a: jax.device_put(a, jax.P()), batch)
+        with pytest.raises(NotImplementedError, match=r"set config\.mesh\.stage to at most 1"):
+            logits(model, *batch, rules=PIPELINE)
 
 
 def samples(name: str) -> list[TrainingSample]:
@@ -171,7 +267,7 @@ def samples(name: str) -> list[TrainingSample]:
                 tokens=response,
                 loss_mask=np.ones(n, bool),
                 images=(PlacedImage(5, image),),
-                axis_positions=None if name == "gemma3" else axes,
+                axis_positions=None if name in WHOLE else axes,
             )
         )
     return found
@@ -217,10 +313,10 @@ def summed(model, table, deep, packed: list[Packed]):
     return gather(found, packed), jax.tree.leaves(total)
 
 
-@pytest.mark.parametrize("name", graded(FAMILIES, thorough=["qwen3_vl", "gemma3"]))
+@pytest.mark.parametrize("name", graded(FAMILIES, thorough=["qwen3_vl", "gemma3", "gemma4_shared"]))
 def test_packed_samples_give_the_numbers_of_separate_rows(name, one_device):
     """One row with a shared prefix and several micro-batches give the same scores and gradients."""
-    model, draw = load(name, stacked=name == "gemma3"), np.random.default_rng(1)
+    model, draw = load(name, stacked=name in WHOLE), np.random.default_rng(1)
     table = {d: draw.normal(size=(6, 32)).astype(np.float32) for d in "ab"}
     deep = {d: draw.normal(size=(6, 2, 32)).astype(np.float32) for d in "ab"}
     deep = deep if name == "qwen3_vl" else None
@@ -240,8 +336,6 @@ def test_packed_samples_give_the_numbers_of_separate_rows(name, one_device):
     [
         ("qwen3_vl", dict(axes=None), "have positions by axis"),
         ("gemma3", dict(axes=np.zeros((2, 28, 3), np.int32)), "has no mrope_section"),
-        ("qwen3_vl", dict(rules=PIPELINE), "deepstack features are not supported in a pipeline"),
-        ("gemma3", dict(rules=PIPELINE), "not supported in a pipeline"),
     ],
 )
 def test_what_a_model_does_not_compute_is_refused(name, changes, message, one_device):

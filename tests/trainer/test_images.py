@@ -4,11 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxrl.config import resolve
+from jaxrl.models.files.atomic_folder import write_json
 from jaxrl.train import train
-from scripts.make_tiny_vlm import write_tiny_vlm
+from scripts.make_tiny_vlm import PROCESSOR, write_tiny_vlm
 from tests.models.vision.tiny_gemma import write_tiny_gemma
 from tests.trainer.schedule.local_workers import use_local_workers
 from tests.trainer.test_train import assert_same_weights
@@ -129,16 +132,54 @@ def test_a_teacher_of_the_same_tower_reads_the_images(image_config, vlm, tmp_pat
     assert abs(first) < 1e-6  # it has the weights of the policy before the first step
 
 
-@pytest.mark.parametrize("key", ["teacher", "critic"])
-def test_a_model_of_another_tower_is_refused(image_config, tmp_path, key):
-    write_tiny_vlm(tmp_path / "other", width=32, n_layers=1, seed=1)
-    if key == "teacher":
-        image_config.algorithm.teacher, image_config.algorithm.kl_coef = (
-            str(tmp_path / "other"),
-            0.5,
-        )
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["equal", "wider"])
+def test_a_teacher_of_another_tower_reads_its_own_features(image_config, vlm, tmp_path, kind):
+    teacher = tmp_path / "teacher"
+    if kind == "equal":  # the same features by another order of the projector's hidden units
+        shutil.copytree(vlm, teacher)
+        reorder(teacher / "model.safetensors")
     else:
-        image_config.critic.path = str(tmp_path / "other")
-        image_config.algorithm.advantage = "gae"
+        write_tiny_vlm(teacher, width=64, n_layers=1, seed=1)
+    image_config.algorithm.teacher, image_config.algorithm.kl = str(teacher), "k1"
+    image_config.algorithm.kl_in, image_config.algorithm.kl_coef = "reward", 0.5
+    image_config.algorithm.advantage = "distill"
+    assert train(resolve(image_config))
+    first, _ = values(image_config.run_dir, "reward/kl")
+    assert (abs(first) < 1e-4) if kind == "equal" else (abs(first) > 1e-3)
+
+
+def reorder(path):
+    """Reverses the hidden units of a projector, which changes no feature but by rounding."""
+    tensors = load_file(path)
+    for name, axis in (("1.weight", 0), ("1.bias", 0), ("2.weight", 1)):
+        name = f"model.visual.merger.linear_fc{name}"
+        tensors[name] = np.ascontiguousarray(np.flip(tensors[name], axis))
+    save_file(tensors, path)
+
+
+def test_a_critic_of_another_tower_is_refused(image_config, tmp_path):
+    write_tiny_vlm(tmp_path / "other", width=32, n_layers=1, seed=1)
+    image_config.critic.path = str(tmp_path / "other")
+    image_config.algorithm.advantage = "gae"
     with pytest.raises(ValueError, match="has not the vision tower of the policy"):
+        train(resolve(image_config))
+
+
+@pytest.mark.parametrize(
+    ("kl", "change", "message"),
+    [
+        ("k3", dict(image_mean=[0.1, 0.5, 0.5]), r"image_mean=\[0.5, 0.5, 0.5\] and \[0.1"),
+        ("full", {}, "the features of one; set algorithm.kl_top_k"),
+    ],
+)
+def test_a_teacher_that_reads_an_image_otherwise_is_refused(
+    image_config, tmp_path, kl, change, message
+):
+    teacher = tmp_path / "teacher"
+    write_tiny_vlm(teacher, width=32, n_layers=1, seed=1)
+    write_json(teacher / "preprocessor_config.json", PROCESSOR | change)
+    image_config.algorithm.teacher, image_config.algorithm.kl_coef = str(teacher), 0.5
+    image_config.algorithm.kl, image_config.algorithm.kl_in = kl, "loss"
+    with pytest.raises(ValueError, match=message):
         train(resolve(image_config))

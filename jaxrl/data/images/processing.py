@@ -30,6 +30,7 @@ from jaxrl.types import Grid, ImageInput
 
 Processed = tuple[Float32[np.ndarray, "P F"], Grid, int]  # patches, their grid, tokens
 Config = Mapping[str, Any]  # config.json
+_NOTES = {"auto_map", "processor_class"}  # entries of processors without effect on patches
 _FIXED = {"do_resize": True, "do_pan_and_scan": False}  # settings of processors
 
 
@@ -66,6 +67,22 @@ class ImageProcessor:
     def placeholders(self, tokenizer: PreTrainedTokenizerBase) -> Placeholders:
         """How the model's prompts have an image."""
         return self._family.placeholders(self._config, tokenizer)
+
+    def differences(self, other: "ImageProcessor") -> list[str]:
+        """The settings of which the patches and tokens of an image depend, where they differ."""
+        ours, theirs = self._settings(), other._settings()
+        return [
+            f"{name}={shown(ours.get(name))} and {shown(theirs.get(name))}"
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name) != theirs.get(name)
+        ]
+
+    def _settings(self) -> dict[str, Any]:
+        tower = self._config.get("vision_config") or {}
+        of_model = {name: tower.get(name) for name in ("patch_size", "spatial_merge_size")}
+        of_model["mm_tokens_per_image"] = self._config.get("mm_tokens_per_image")
+        found = self._processor.to_dict() | {f"config.{k}": v for k, v in of_model.items()}
+        return {name: value for name, value in found.items() if name not in _NOTES}
 
     def image(self, source: ImageSource, name: str) -> ImageInput:
         """The input of the model for an image; `name` is for messages.

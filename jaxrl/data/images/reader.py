@@ -47,6 +47,13 @@ class ImageReader:
         )
         self.placeholders = self._processor.placeholders(tokenizer)
 
+    def differences(self, other: "ImageReader") -> list[str]:
+        """What differs between the inputs that two models make of an image, in words."""
+        found = self._processor.differences(other._processor)
+        if self.placeholders != other.placeholders:
+            found.append(f"image tokens {self.placeholders} and {other.placeholders}")
+        return found
+
     def read(self, rows: Sequence[SourceRow], mark: Marker, dropped: Dropped) -> list[RowImages]:
         """The rows with IMAGE at the places of their images, and these images.
 

@@ -23,7 +23,7 @@ from jaxrl.models.families import entries, fields, gemma2, rotary
 from jaxrl.models.rope_config import PROPORTIONAL, Rope
 from jaxrl.models.shared_kv import SharedKV
 
-TOKEN_INPUTS = {"hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+TOKEN_INPUTS = {"hidden_size_per_layer_input", "vocab_size_per_layer_input", "pad_token_id"}
 EXPERTS = {"enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"}
 READ = (
     entries.READ
@@ -67,6 +67,7 @@ DEFAULTS: dict[str, Any] = dict(
     sliding_window=512,
     final_logit_softcapping=None,
     vocab_size_per_layer_input=262_144,
+    pad_token_id=0,
     hidden_size_per_layer_input=256,
     attention_k_eq_v=False,
     num_kv_shared_layers=0,
@@ -118,8 +119,20 @@ def decoder_config(c: fields.ConfigJson, family: str) -> DecoderConfig:
         max_len=c["max_position_embeddings"],
         input_P=P,
         input_V=c["vocab_size_per_layer_input"] if P else 0,
+        input_pad=padding_token(c) if P else 0,
         dense_F=c["intermediate_size"] if c["enable_moe_block"] else 0,
     )
+
+
+def padding_token(c: fields.ConfigJson) -> int:
+    """The token whose inputs those of images have. Raises ValueError if the table has none."""
+    pad, n = c["pad_token_id"] or 0, c["vocab_size_per_layer_input"]
+    if not isinstance(pad, int) or not 0 <= pad < n:
+        raise ValueError(
+            f"pad_token_id is {shown(pad)}, which gives the tokens of images their inputs, and "
+            f"the table of these has {n} tokens; set it to one of them"
+        )
+    return pad
 
 
 def layer_types(c: fields.ConfigJson) -> list[str]:
@@ -281,6 +294,7 @@ def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
         final_logit_softcapping=cfg.logit_softcap,
         hidden_size_per_layer_input=cfg.input_P,
         vocab_size_per_layer_input=cfg.input_V or cfg.V,
+        **(dict(pad_token_id=cfg.input_pad) if cfg.input_P else {}),
         use_bidirectional_attention="vision" if local.whole_images else None,
         num_kv_shared_layers=sum(mixer.reads_kv for mixer in mixers),
         use_double_wide_mlp=cfg.layers[-1].ffn.dense_features > cfg.layers[0].ffn.dense_features,

@@ -42,13 +42,16 @@ class ModelFolders:
     critic: Path  # the policy's folder unless critic.path is set
     reference: Path  # the teacher's folder with algorithm.teacher, else the policy's
     reward_model: Path | None
+    teacher_tower: TowerConfig | None = None  # None: a teacher reads the policy's features
 
     def other_configs(self) -> dict[str, DecoderConfig]:
         """The configs of the models other than the policy, keyed by the planner's role names."""
         folders = {"critic": self.critic, "teacher": self.reference}
         if self.reward_model is not None:
             folders["reward_model"] = self.reward_model
-        return {name: model_config(folder) for name, folder in folders.items()}
+        found = {name: model_config(folder) for name, folder in folders.items()}
+        teacher = dataclasses.replace(found["teacher"], tower=self.teacher_tower)
+        return found | {"teacher": teacher}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,9 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         if prints_date(renderer.template):
             progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
         decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
-        check_one_tower(cfg, folders)
+        if images is not None:
+            tower_of_teacher = other_tower(cfg, folders, images)
+            folders = dataclasses.replace(folders, teacher_tower=tower_of_teacher)
         check_critic(cfg, folders.critic, renderer.tokenizer)
         check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
         check_adapters(cfg, folders, decoder)
@@ -141,23 +146,42 @@ def resolve_optional(key: str, path: str) -> Path | None:
     return resolve_model(path, key=f"config.{key}") if path else None
 
 
-def check_one_tower(cfg: RunConfig, folders: ModelFolders) -> None:
-    """Raises ValueError for images with a model of another tower: all read the same features."""
-    if not cfg.data.images:
-        return
+def other_tower(cfg: RunConfig, folders: ModelFolders, images: ImageReader) -> TowerConfig | None:
+    """The tower of a teacher, if it is not the policy's.
+
+    Raises ValueError for images with a reward model, with a critic of another tower, and with a
+    teacher that reads images as other patches or as other tokens than the policy.
+    """
     if cfg.reward_model.path:
         raise ValueError(
             "config.reward_model.path scores text, and the run has images (config.data.images); "
             "leave it out, and score responses with config.reward.functions"
         )
-    others = {"critic.path": folders.critic, "algorithm.teacher": folders.reference}
-    for key, folder in others.items():
-        if folder != folders.policy and not same_tower(folders.policy, folder):
-            raise ValueError(
-                f"config.{key}={folder} has not the vision tower of the policy, whose features all "
-                "models of a run with images (config.data.images) read; set it to a model that was "
-                "trained from the policy's model with a frozen tower, or leave it out"
-            )
+    if folders.critic != folders.policy and not same_tower(folders.policy, folders.critic):
+        raise ValueError(
+            f"config.critic.path={folders.critic} has not the vision tower of the policy, whose "
+            "features a critic of images (config.data.images) reads; set it to a model that was "
+            "trained from the policy's model with a frozen tower, or leave it out"
+        )
+    folder = folders.reference
+    if folder == folders.policy or same_tower(folders.policy, folder):
+        return None
+    key = f"config.algorithm.teacher={folder}"
+    tower = known_tower(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
+    if found := images.differences(ImageReader(folder, tokenizer, cfg.data)):
+        raise ValueError(
+            f"{key} reads an image otherwise than the policy: {', '.join(found)}. Set it to a "
+            "model with the policy's image tokens and preprocessor_config.json"
+        )
+    if full_kl_in_loss(cfg):
+        raise ValueError(
+            f"{key} has not the vision tower of the policy, and config.algorithm.kl="
+            f"{cfg.algorithm.kl!r} computes both models in one program with the features of one; "
+            "set algorithm.kl_top_k, or an algorithm.kl of sampled tokens, such as 'k1' with "
+            "algorithm.kl_in='reward'"
+        )
+    return tower
 
 
 def check_critic(cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
