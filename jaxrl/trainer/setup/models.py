@@ -2,13 +2,14 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.checkpoint.checkpointer import complete_steps
 from jaxrl.config.keys import RunConfig, SamplingConfig
+from jaxrl.config.teachers import Teacher, model_teachers
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.template import prints_date
 from jaxrl.data.images.reader import ImageReader
@@ -40,12 +41,17 @@ class ModelFolders:
 
     policy: Path
     critic: Path  # the policy's folder unless critic.path is set
-    reference: Path  # the teacher's folder with algorithm.teacher, else the policy's
+    teachers: Mapping[str, Path]  # those on the devices by role: "teacher", "teacher_2", ...
     reward_model: Path | None
+
+    @property
+    def reference(self) -> Path:
+        """The first teacher's folder, or the policy's."""
+        return self.teachers.get("teacher", self.policy)
 
     def other_configs(self) -> dict[str, DecoderConfig]:
         """The configs of the models other than the policy, keyed by the planner's role names."""
-        folders = {"critic": self.critic, "teacher": self.reference}
+        folders = {"critic": self.critic, "teacher": self.reference, **self.teachers}
         if self.reward_model is not None:
             folders["reward_model"] = self.reward_model
         return {name: model_config(folder) for name, folder in folders.items()}
@@ -72,7 +78,10 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         folders = ModelFolders(
             policy=policy,
             critic=resolve_optional("critic.path", cfg.critic.path) or policy,
-            reference=resolve_optional("algorithm.teacher", cfg.algorithm.teacher) or policy,
+            teachers={
+                role: resolve_model(teacher.path, key=f"config.{teacher.key}")
+                for role, teacher in model_teachers(cfg.algorithm).items()
+            },
             reward_model=resolve_optional("reward_model.path", cfg.reward_model.path),
         )
     with hosts.raise_together():
@@ -84,7 +93,8 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
         check_one_tower(cfg, folders)
         check_critic(cfg, folders.critic, renderer.tokenizer)
-        check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
+        for role, teacher in model_teachers(cfg.algorithm).items():
+            check_teacher(cfg, teacher, folders.teachers[role], renderer.tokenizer, decoder)
         check_adapters(cfg, folders, decoder)
     return Models(folders, decoder, renderer, images, tower)
 
@@ -150,8 +160,10 @@ def check_one_tower(cfg: RunConfig, folders: ModelFolders) -> None:
             "config.reward_model.path scores text, and the run has images (config.data.images); "
             "leave it out, and score responses with config.reward.functions"
         )
-    others = {"critic.path": folders.critic, "algorithm.teacher": folders.reference}
-    for key, folder in others.items():
+    named = model_teachers(cfg.algorithm)
+    others = [("critic.path", folders.critic)]
+    others += [(named[role].key, folder) for role, folder in folders.teachers.items()]
+    for key, folder in others:
         if folder != folders.policy and not same_tower(folders.policy, folder):
             raise ValueError(
                 f"config.{key}={folder} has not the vision tower of the policy, whose features all "
@@ -169,15 +181,17 @@ def check_critic(cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBas
 
 
 def check_teacher(
-    cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, policy: DecoderConfig
+    cfg: RunConfig,
+    named: Teacher,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: DecoderConfig,
 ) -> None:
     """Raises ValueError if the teacher is incompatible with the policy.
 
     Both need the same tokenizer. A KL over the vocabulary also needs comparable logits.
     """
-    if not cfg.algorithm.teacher:
-        return
-    key, teacher = f"config.algorithm.teacher={cfg.algorithm.teacher}", model_config(folder)
+    key, teacher = f"config.{named.key}={named.path}", model_config(folder)
     other = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     check_same_tokenizer(tokenizer, other, key, teacher.V)
     if cfg.algorithm.kl_top_k and policy.V < teacher.V:
