@@ -24,6 +24,7 @@ import jax
 from jaxrl.config.command_line import stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
+from jaxrl.config.teachers import model_teachers
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.vision.towers import with_trained_tower
 from jaxrl.planner.chips import split_name
@@ -156,8 +157,10 @@ def _job(
     """The run with all its models; --job is "train" or the name of an offline objective."""
     paths = {
         "critic": ("critic.path", cfg.critic.path),
-        "teacher": ("algorithm.teacher", cfg.algorithm.teacher),
         "reward_model": ("reward_model.path", cfg.reward_model.path),
+    }
+    paths |= {
+        role: (teacher.key, teacher.path) for role, teacher in model_teachers(cfg.algorithm).items()
     }
     role_decoders = {
         name: model_shape(path, option=f"--config.{key}")

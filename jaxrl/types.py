@@ -184,6 +184,17 @@ class ScoredRollout:
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherTokens:
+    """The most likely ids of a teacher at every response token."""
+
+    ids: np.ndarray  # int32 [response_len, k]
+    logp: np.ndarray  # float32 [response_len, k], under the teacher; 0 outside the loss mask
+
+    def __getitem__(self, kept: slice) -> "TeacherTokens":
+        return TeacherTokens(self.ids[kept], self.logp[kept])
+
+
+@dataclasses.dataclass(frozen=True)
 class Demonstration:
     """A given completion, read from an SFT or preference dataset; the policy did not sample it."""
 
@@ -194,18 +205,11 @@ class Demonstration:
     source: str = "default"
     images: tuple[PlacedImage, ...] = ()  # in the order of their places
     axis_positions: np.ndarray | None = None  # int32 [3, prompt_len + response_len]
+    teacher: TeacherTokens | None = None  # None: its likelihood is learned
 
     @property
     def n_loss_tokens(self) -> int:
         return int(self.loss_mask.sum())
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherTokens:
-    """The most likely ids of a teacher at every response token."""
-
-    ids: np.ndarray  # int32 [response_len, k]
-    logp: np.ndarray  # float32 [response_len, k], under the teacher; 0 outside the loss mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +242,10 @@ class TrainingSample:
     parts: np.ndarray | None = None
     teacher_prompt: np.ndarray | None = None  # int32, what a self-distillation teacher reads first
     teacher: TeacherTokens | None = None  # None: no teacher has read the response
+    # float32 [response_len], of a teacher that scores before packing; None: scored in the batch
+    ref_logp: np.ndarray | None = None
+    unread: bool = False  # its teacher could not read it, so that it is left out of the update
+    source: str = "default"  # of its prompt
     truncated: bool = False  # cut off at the token limit
     group: int = 0  # index of the prompt in the step; the samples of a group are adjacent
     prompt_id: int = 0  # for error messages

@@ -22,6 +22,7 @@ HEADINGS = {
     "schedule": "schedule: how generation and training alternate",
     "algorithm": "algorithm",
     "self_distillation": "self_distillation: a teacher that is a model of the run",
+    "teacher_endpoint": "teacher_endpoint: a teacher at a server",
     "learner": "learner: the update",
     "critic": "critic: for algorithm.advantage = gae",
     "critic.mesh": "critic.mesh: mesh of the critic, if it differs",

@@ -48,6 +48,7 @@ from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.teacher_columns import read_teacher_tokens
 from jaxrl.json_text import Message
 from jaxrl.types import Demonstration, ImageInput, TrainingSample
 
@@ -62,19 +63,28 @@ def demonstration_maker(
     *,
     stop: Sequence[int],
     images: ImageReader | None = None,
+    top_k: int = 0,
 ) -> ItemMaker[Demonstration]:
     """Makes the demonstrations of rows. `stop` are the tokens that end an answer.
 
-    `images` reads the images of rows for the model; None refuses rows with images.
+    `images` reads the images of rows for the model; None refuses rows with images. `top_k` most
+    likely ids of a teacher are read from data.teacher_logprobs.
 
     A conversation over max_prompt_len + max_response_len tokens is dropped with
     data.filter_overlong_prompts, loses its end with data.truncation="right", and raises ValueError
     otherwise. So do rows without the required columns.
     """
     make = functools.partial(
-        make_demonstrations, renderer=renderer, data=data, stop=stop, images=images
+        make_demonstrations, renderer=renderer, data=data, stop=stop, images=images, top_k=top_k
     )
-    return ItemMaker("demonstrations", max_len_text(data), data.columns, make, Usage(_reading))
+    usage = Usage(functools.partial(_reading_with, data.teacher_logprobs))
+    return ItemMaker("demonstrations", max_len_text(data), data.columns, make, usage)
+
+
+def _reading_with(teacher: str, row: Mapping[str, Any]) -> Reading:
+    """The columns of a row that are read, that of the teacher included."""
+    reading = _reading(row)
+    return dataclasses.replace(reading, columns=[*reading.columns, teacher])
 
 
 def _reading(row: Mapping[str, Any]) -> Reading:
@@ -111,6 +121,7 @@ def make_demonstrations(
     data: DataConfig,
     stop: Sequence[int],
     images: ImageReader | None = None,
+    top_k: int = 0,
 ) -> list[Demonstration]:
     """The demonstrations of the rows; what is left out goes to `dropped`."""
     found: list[Demonstration] = []
@@ -127,11 +138,27 @@ def make_demonstrations(
             messages, given = conversation(row.columns, row.place)
             tools = tools_of(row.columns, row.place)
             rendered = rendered_turns(messages, renderer, stop, tools, row.place, given=given)
+        if data.teacher_logprobs and len(rendered) > 1:
+            raise ValueError(
+                f"{row.place}: the chat template shows its turns as {len(rendered)} sequences, "
+                "whose tokens data.teacher_logprobs cannot name; write one row for each"
+            )
         for tokens, loss_mask in rendered:
             shown: Sequence[ImageInput] = ()
             if places := renderer.images:
                 tokens, loss_mask, shown = expand_images(
                     tokens, loss_mask, inputs, places, row.place
+                )
+            teacher = None
+            if data.teacher_logprobs:
+                teacher = read_teacher_tokens(
+                    row.columns,
+                    data.teacher_logprobs,
+                    tokens,
+                    loss_mask,
+                    k=top_k,
+                    n_vocab=len(renderer.tokenizer),
+                    place=row.place,
                 )
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
@@ -141,9 +168,14 @@ def make_demonstrations(
                     places.check_cut(tokens, np.arange(data.max_len), row.place)
                 tokens, loss_mask = _truncate(tokens, loss_mask, row.place, data)
             source = source_of(row.columns)
+            made = demonstration(row.number, tokens, loss_mask, source=source)
+            if teacher is not None:
+                made = dataclasses.replace(
+                    made, teacher=teacher[len(made.prompt_tokens) : len(tokens)]
+                )
             found.append(
                 dataclasses.replace(
-                    demonstration(row.number, tokens, loss_mask, source=source),
+                    made,
                     **(places.fields(tokens, shown) if places else {}),
                 )
             )
@@ -252,6 +284,7 @@ def to_sample(
         prompt_id=d.id,
         images=d.images,
         axis_positions=d.axis_positions,
+        teacher=d.teacher,
     )
 
 

@@ -56,7 +56,7 @@ class Packed:
     Rows [r * B / n_ranks, (r + 1) * B / n_ranks) belong to data-parallel rank r.
     """
 
-    batch: Batch  # numpy arrays [B, T]; old_logp and ref_logp are zero
+    batch: Batch  # numpy arrays [B, T]; old_logp is zero
     spans: tuple[Span, ...]
 
     @property
@@ -356,7 +356,7 @@ def _flat_fields(samples, located: _Located, base, segment, n_flat: int, prompt_
 
     response_fields = {
         name: per_response([getattr(s, name) for s in samples])
-        for name in ("advantages", "values", "returns", "selected", "rollout_logp")
+        for name in ("advantages", "values", "returns", "selected", "rollout_logp", "ref_logp")
     }
     unfiltered = [s.rollout_logp if s.behavior_logp is None else s.behavior_logp for s in samples]
     response_fields["behavior_logp"] = per_response(unfiltered)
@@ -370,5 +370,4 @@ def _flat_fields(samples, located: _Located, base, segment, n_flat: int, prompt_
         "mask": filled(np.concatenate(loss_mask), np.float32, where=at[is_response]),
         "response_len": filled(np.repeat(np.maximum(n_loss_tokens, 1), lens), np.float32, pad=1),
         "old_logp": np.zeros(n_flat, np.float32),
-        "ref_logp": np.zeros(n_flat, np.float32),
     }

@@ -15,12 +15,13 @@ import jax
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.teachers import teachers
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.layout import training_rules
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.image_patches import BatchImages
 from jaxrl.learner.requirements import full_kl_in_loss, shares_base
-from jaxrl.learner.roles import Learner
+from jaxrl.learner.roles import Learner, TeacherModel
 from jaxrl.learner.scorer import Scorer
 from jaxrl.learner.step import Update, for_device
 from jaxrl.models.lora import split
@@ -45,6 +46,7 @@ class TrainingModels:
     scorer: Scorer | None = None
     ref_scorer: Scorer | None = None
     ref_params: Tree | None = None
+    teachers: Sequence[tuple[TeacherModel, Tree]] = ()  # further ones, with their weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,7 @@ class TrainingProgram:
     encoder: BatchImages | None = None  # adds images to micro-batches; None: they read none
     has_parts: bool = False  # whether they read the parts of the objective
     n_ids: int = 0  # ids of a teacher that they read at each token
+    share: float = 1.0  # of the tokens of a step that they read, in a plan
     on_mesh: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     with_pages: bool = False  # runs while the engine has its KV pages
 
@@ -114,7 +117,7 @@ class TrainingProgram:
     def calls(self, program: str, n_tokens: int) -> int:
         """Calls of a program in a training step of `n_tokens`."""
         rows, row_len = self.cfg.learner.shapes[-1]
-        micro_batches = math.ceil(n_tokens / (self.n_ranks * rows * row_len))
+        micro_batches = math.ceil(self.share * n_tokens / (self.n_ranks * rows * row_len))
         if self.phase == "scoring":
             return math.ceil(micro_batches / self.n_joined[-1])
         if program.endswith("apply"):
@@ -130,8 +133,12 @@ def training_models(
     *,
     scores_policy: bool,
     scores_reference: bool,
+    more_refs: Sequence[Tree] = (),
 ) -> TrainingModels:
-    """The models of a run or a plan without a reward model, and the scorers that it needs."""
+    """The models of a run or a plan without a reward model, and the scorers that it needs.
+
+    `more_refs` are the weights of the learner's further teachers.
+    """
     return TrainingModels(
         cfg=cfg,
         state=state,
@@ -142,6 +149,7 @@ def training_models(
         scorer=learner.scorer if scores_policy else None,
         ref_scorer=learner.ref_scorer if scores_reference else None,
         ref_params=ref_params if scores_reference else None,
+        teachers=list(zip(learner.teachers, more_refs, strict=True)) if more_refs else (),
     )
 
 
@@ -158,6 +166,7 @@ def training_programs(models: TrainingModels) -> list[TrainingProgram]:
         rows.append(_policy_scores(models, models.scorer))
     if models.ref_scorer is not None:
         rows.append(_reference_scores(models, models.ref_scorer))
+    rows += [_teacher_scores(models.cfg, *teacher) for teacher in models.teachers]
     return rows
 
 
@@ -290,8 +299,29 @@ def _reference_scores(models: TrainingModels, scorer: Scorer) -> TrainingProgram
     counted = "ref_aliased" if shared else "ref"
     row = _logp_program("reference", models.cfg, scorer, weights, run, counted)
     return dataclasses.replace(
-        row, state={} if shared else {"ref": models.ref_params}, offloads=("reference",)
+        row,
+        state={} if shared else {"ref": models.ref_params},
+        offloads=("reference",),
+        share=teacher_share(models.cfg),
     )
+
+
+def _teacher_scores(cfg: RunConfig, teacher: TeacherModel, params: Tree) -> TrainingProgram:
+    scorer, name = teacher.scorer, teacher.state.replace("ref", "reference")
+
+    def run(batch: Batch) -> None:
+        with scorer.layout.on_mesh():
+            scorer.warm_up(to_device(params), batch)
+
+    row = _logp_program(name, cfg, scorer, lambda: _abstract(params), run, teacher.state)
+    return dataclasses.replace(
+        row, state={teacher.state: params}, offloads=("reference",), share=teacher_share(cfg)
+    )
+
+
+def teacher_share(cfg: RunConfig) -> float:
+    """The part of a step's responses that one of several teachers reads: equal parts."""
+    return 1.0 / max(len(teachers(cfg.algorithm)), 1)
 
 
 def _logp_program(

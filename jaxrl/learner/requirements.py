@@ -4,6 +4,7 @@ from jaxrl.algorithms.kl import KL_ESTIMATORS, KLEstimator
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.config.parts import parse_parts
+from jaxrl.config.teachers import model_teachers, teachers
 
 
 def ratio_source(cfg: RunConfig) -> str:
@@ -44,7 +45,22 @@ def needs_policy_logp(cfg: RunConfig) -> bool:
 
 def needs_ref(cfg: RunConfig) -> bool:
     """Whether a reference model is kept."""
-    return cfg.algorithm.kl_coef != 0.0 and not policy_is_teacher(cfg)
+    algo = cfg.algorithm
+    if algo.kl_coef == 0.0 or policy_is_teacher(cfg):
+        return False
+    return not algo.teacher or bool(model_teachers(algo))
+
+
+def scores_by_teacher(cfg: RunConfig) -> bool:
+    """Whether the logprobs of the KL come from several teachers, or from a server."""
+    found = teachers(cfg.algorithm)
+    has_kl = cfg.algorithm.kl_coef != 0.0 and not policy_is_teacher(cfg)
+    return has_kl and (len(found) > 1 or any(teacher.is_endpoint for teacher in found))
+
+
+def reads_responses(cfg: RunConfig) -> bool:
+    """Whether teachers score the responses of a step before these are packed in mini-batches."""
+    return scores_by_teacher(cfg) or bool(teacher_top_k(cfg))
 
 
 def shares_base(cfg: RunConfig) -> bool:

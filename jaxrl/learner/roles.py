@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.teachers import model_teachers
 from jaxrl.layout import role_layout, training_rules
 from jaxrl.learner.critic import Critic, ValueScorer, make_critic, shared_value_scorer
 from jaxrl.learner.image_encoder import ImageEncoder
@@ -26,6 +27,20 @@ from sharding import Rules, target_platform
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherModel:
+    """A further teacher on the devices, of algorithm.more_teachers."""
+
+    role: str  # "teacher_2", "teacher_3", ...
+    scorer: Scorer
+    decoder: DecoderConfig
+
+    @property
+    def state(self) -> str:
+        """The name of its weights in a plan."""
+        return self.role.replace("teacher", "ref")
+
+
+@dataclasses.dataclass(frozen=True)
 class Learner:
     """The programs that update and score the policy."""
 
@@ -37,6 +52,7 @@ class Learner:
     scorer: Scorer  # computes the policy's logprobs
     ref_scorer: Scorer  # computes the reference model's logprobs
     ref_decoder: DecoderConfig  # config of the reference model
+    teachers: tuple[TeacherModel, ...]  # in addition to it
     value_scorer: ValueScorer | None  # None if the algorithm needs no values
     critic: Critic | None  # separate critic; None if the value head shares the policy's backbone
     encoder: ImageEncoder | None  # None for a run without images
@@ -55,9 +71,10 @@ def make_learner(
 ) -> Learner:
     """The learner of a policy, for a run or its plan; training's mesh is the current one.
 
-    `backbones` has the shapes of "critic" and "teacher", if the run has them. Only loading the
-    critic reads its folder. `encoder` computes the features of images, if the run has any. Raises
-    ValueError if the state or a layout is invalid.
+    `backbones` has the shapes of "critic" and of the teachers on the devices ("teacher",
+    "teacher_2", ...), if the run has them. Only loading the critic reads its folder. `encoder`
+    computes the features of images, if the run has any. Raises ValueError if the state or a layout
+    is invalid.
     """
     rules, mesh, specs = training_rules(cfg), jax.sharding.get_mesh(), decoder_specs(decoder)
     trained = split(specs)[0]
@@ -71,6 +88,7 @@ def make_learner(
         critic = make_critic(cfg, critic_folder, backbones["critic"], dtype, total_steps, encoder)
         value_scorer = critic.scorer
     scorer, ref_scorer, ref_decoder = make_scorers(cfg, decoder, dtype, backbones, encoder)
+    roles = [role for role in model_teachers(cfg.algorithm) if role != "teacher"]
     make = make_update if "vocab" in decoder.heads else make_value_update
     offload = "optimizer" in cfg.learner.offload
     inputs = encoder
@@ -85,6 +103,7 @@ def make_learner(
         scorer=scorer,
         ref_scorer=ref_scorer,
         ref_decoder=ref_decoder,
+        teachers=tuple(make_teacher(cfg, role, backbones[role], dtype) for role in roles),
         value_scorer=value_scorer,
         critic=critic,
         encoder=encoder,
@@ -119,7 +138,7 @@ def make_scorers(
         layout, cfg.score, restricted=restricted, replay=replay, encoder=encoder
     )
     ref_decoder = dataclasses.replace(decoder, lora=None)
-    if cfg.algorithm.teacher:
+    if model_teachers(cfg.algorithm):
         ref_decoder = for_platform(cfg, backbones["teacher"], target_platform())[1]
     differs = cfg.ref != cfg.score or ref_decoder != decoder or decoder.tower is not None
     most_likely = bool(teacher_top_k(cfg))
@@ -135,3 +154,13 @@ def make_scorers(
             most_likely=most_likely,
         )
     return scorer, ref_scorer, ref_decoder
+
+
+def make_teacher(
+    cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dtype
+) -> TeacherModel:
+    """A further teacher, which scores in the layout of the reference (config.ref)."""
+    decoder = for_platform(cfg, decoder, target_platform())[1]
+    layout = role_layout(cfg, "ref", decoder, dtype)
+    scorer = Scorer(cfg, layout, cfg.ref, most_likely=bool(teacher_top_k(cfg)))
+    return TeacherModel(role, scorer, decoder)

@@ -57,7 +57,7 @@ def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
     state, work = policy.held_bytes, _work_bytes(policy, settings)
     optimizer = policy.optimizer_bytes
     if job.keeps_reference and ("reference" not in offload or full_kl_in_loss(cfg)):
-        state += model_sizes(job, "teacher", settings).held_bytes
+        state += sum(model_sizes(job, role, settings).held_bytes for role in job.teachers)
     if job.has_reward_model and "reward_model" not in offload:
         state += model_sizes(job, "reward_model", settings).held_bytes
     if job.has_critic:
@@ -94,7 +94,10 @@ def step_seconds(job: Job, settings: CandidateSettings, memory: MemoryEstimate) 
     scored = job.scores_policy + job.scores_values
     seconds = _passes_seconds(job, policy, settings, scored, cfg.learner.epochs)
     if job.scores_reference:
-        seconds += _passes_seconds(job, model_sizes(job, "teacher", settings), settings, 1, 0)
+        seconds += sum(
+            _passes_seconds(job, model_sizes(job, role, settings), settings, 1, 0)
+            for role in job.teachers
+        ) / len(job.teachers)  # each reads its rows: equal shares
     if job.has_reward_model:
         seconds += _passes_seconds(job, model_sizes(job, "reward_model", settings), settings, 1, 0)
     if job.has_critic:
@@ -115,10 +118,11 @@ def step_seconds(job: Job, settings: CandidateSettings, memory: MemoryEstimate) 
         seconds += policy.gradient_bytes * cfg.updates_per_step / host_rate
     # The critic is read for values, and read and written for updates; the policy is written before
     # the rollout and read after it.
-    moved = {"reference": ("teacher", 1), "reward_model": ("reward_model", 1)}
-    moved |= {"critic": ("critic", 3), "policy": ("policy", 2)}
-    for role, times in (moved[name] for name in settings.offload if name in moved):
-        seconds += times * model_sizes(job, role, settings).held_bytes / host_rate
+    moved = {"reference": (job.teachers, 1), "reward_model": (("reward_model",), 1)}
+    moved |= {"critic": (("critic",), 3), "policy": (("policy",), 2)}
+    for roles, times in (moved[name] for name in settings.offload if name in moved):
+        held = sum(model_sizes(job, role, settings).held_bytes for role in roles)
+        seconds += times * held / host_rate
     return seconds
 
 

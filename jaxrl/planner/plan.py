@@ -20,10 +20,10 @@ from jaxrl.planner.memory import Memory, divide_memory, misfit
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.program_numbers import present, program_numbers
 from jaxrl.planner.programs import (
-    IDLE_STATE,
     Lengths,
     OfflineWorkload,
     RunPrograms,
+    idle_state,
     run_programs,
 )
 from jaxrl.planner.rollout_devices import sides
@@ -296,7 +296,7 @@ def _moved_bytes(run: RunPrograms, names: list[str]) -> int:
     """Offloaded weights that the programs of a phase read from host memory, or write to it."""
     moved = 0
     for role in run.cfg.learner.offload:
-        n_bytes = sum(run.resident.get(name, 0) for name in IDLE_STATE.get(role, ()))
+        n_bytes = sum(run.resident[name] for name in idle_state(role, run.resident))
         n_copies = any(role in run.table[name].offloads for name in names)
         n_copies += role == "critic" and "critic_apply" in names  # changed weights, to the host
         if role == "policy":  # to the host and back around a rollout

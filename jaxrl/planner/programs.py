@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.teachers import model_teachers
 from jaxrl.engine.device.kv_pool import NO_PAGES, PoolBytes
 from jaxrl.engine.device.model_runner import COPIES
 from jaxrl.engine.engine import PagedEngine
@@ -52,10 +53,17 @@ from sharding import bytes_per_device, host_bytes_per_device, make_mesh, target_
 # Weights in `RunPrograms.resident` that learner.offload keeps in host memory between uses.
 IDLE_STATE = {
     "policy": ("params", "base"),
-    "reference": ("ref",),
+    "reference": ("ref",),  # and ref_2, ref_3, ... of further teachers
     "critic": ("critic", "critic_base"),
     "reward_model": ("reward_model",),
 }
+
+
+def idle_state(role: str, resident: Mapping[str, int]) -> list[str]:
+    """The names of the state of a role of learner.offload that a run has."""
+    names = IDLE_STATE.get(role, ())
+    further = [name for name in resident if role == "reference" and name.startswith("ref_")]
+    return [*(name for name in names if name in resident), *further]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +140,16 @@ def run_programs(
 
     The rollout's programs are on `rollout_devices` if there are some: the devices of one process or
     rollout worker, which a run with workers may leave out. `role_decoders` has the shapes
-    of "critic" (a separate backbone), "teacher" and "reward_model"; the default is the policy's.
+    of "critic" (a separate backbone), "teacher", "teacher_2", ... and "reward_model"; the default
+    is the policy's.
     With `workload` the run is offline training instead of RL. `tower` computes the features of
     images, between other programs and with less memory than they need.
 
     The KV pool has all pages that the run could fill if they fit in half of the memory that the
     state leaves free. A run that fits then uses exactly the programs that its plan compiled.
     """
-    roles = {name: decoder for name in ("critic", "teacher", "reward_model")}
+    teachers = ("teacher", *model_teachers(cfg.algorithm))
+    roles = {name: decoder for name in ("critic", *teachers, "reward_model")}
     roles |= dict(role_decoders or {})
     dtype, decoder = for_platform(cfg, decoder, target_platform())
     decoder = with_adapters(cfg.lora, decoder)
@@ -180,11 +190,13 @@ def run_programs(
     if workload is None and (rollout_devices or not cfg.schedule.rollout_workers):
         programs = _with_engine(programs, params, dtype, memory_bytes, rollout_devices, tower)
     for role in cfg.learner.offload:
-        idle = [name for name in IDLE_STATE.get(role, ()) if name in resident]
+        idle = idle_state(role, resident)
         for name, program in table.items():
-            if role not in program.offloads:
-                counted = (*program.counted_state, *idle)
-                table[name] = program._replace(counted_state=counted)
+            there: Sequence[str] = idle if role in program.offloads else ()
+            if role == "reference" and there:  # of several teachers, one at a time
+                there = program.counted_state
+            counted = (*program.counted_state, *(n for n in idle if n not in there))
+            table[name] = program._replace(counted_state=counted)
     return programs
 
 
@@ -213,6 +225,10 @@ def _models(
         ref_params,
         scores_policy=needs_policy_logp(cfg) if workload is None else workload.scores_policy,
         scores_reference=needs_ref_scores(cfg) if workload is None else workload.has_reference,
+        more_refs=[
+            teacher.scorer.layout.abstract_weights(teacher.decoder, mesh)
+            for teacher in learner.teachers
+        ],
     )
     if cfg.reward_model.path:
         models.reward_scorer, shape = reward_model_scorer(cfg, roles["reward_model"], dtype)
@@ -364,5 +380,5 @@ def host_state(
     """Bytes per device of all state in host memory: of the updates, and of idle roles."""
     found = dict(updates)
     for role in cfg.learner.offload:
-        found |= {name: resident.get(name, 0) for name in IDLE_STATE.get(role, ())}
+        found |= {name: resident[name] for name in idle_state(role, resident)}
     return {name: n_bytes for name, n_bytes in found.items() if n_bytes}

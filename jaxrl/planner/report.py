@@ -150,7 +150,7 @@ def memory_text(plan: Plan) -> str:
     A phase's peak has all roles in it, and the KV pages unless rollout.release_kv frees them.
     """
     device, kv_bytes = plan.chip.memory_bytes, plan.kv_bytes + plan.state_bytes
-    rows = [(*ROLES[name], n_bytes) for name, n_bytes in plan.resident.items()]
+    rows = [(*role_row(name), n_bytes) for name, n_bytes in plan.resident.items()]
     name = "KV pages and states" if plan.state_bytes else "KV pages"
     rows += [(name, KV_LOWER, kv_bytes)] if kv_bytes else []
     rows += [
@@ -167,6 +167,14 @@ def memory_text(plan: Plan) -> str:
         for role, keys, n_bytes in rows
     ]
     return "\n".join(lines)
+
+
+def role_row(name: str) -> tuple[str, str]:
+    """A state of a run: its description, and how to make it smaller."""
+    if not name.startswith("ref_"):
+        return ROLES[name]
+    shown, remedy = ROLES["ref"]
+    return f"{shown} {name.removeprefix('ref_')}", remedy
 
 
 def rollout_memory_text() -> str:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config.keys import LearnerConfig, RunConfig
+from jaxrl.config.teachers import model_teachers
 from jaxrl.engine.device.kv_pool import window_page_counts
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.requirements import needs_policy_logp, needs_ref, needs_ref_scores, shares_base
@@ -65,6 +66,12 @@ class Job:
         """Whether a reference model has its own copy of the weights."""
         has_one = self.workload.has_reference if self.workload else needs_ref(self.cfg)
         return has_one and not shares_base(self.cfg)
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Roles of the models that score as references; "teacher" is the reference itself."""
+        further = () if self.workload else tuple(model_teachers(self.cfg.algorithm))
+        return ("teacher", *further[1:])
 
     @property
     def has_critic(self) -> bool:

@@ -126,6 +126,8 @@ class ResponseFormatter:
             "logprobs": self._logprobs(choice, first_token) if self._request.logprobs else None,
             "finish_reason": self._finish_reason(choice) or None,
         }
+        if self._request.prompt_logprobs is not None:
+            details["prompt_logprobs"] = self._prompt_logprobs(choice)
         if self._request.return_token_ids:
             details["token_ids"] = choice.tokens[first_token:]
             if first_token == 0:
@@ -166,6 +168,24 @@ class ResponseFormatter:
             else None,
             "text_offset": offsets,
         }
+
+    def _prompt_logprobs(self, choice: Choice) -> list[Json | None]:
+        """The logprobs of the prompt's tokens and of the most likely ones, in vLLM's form.
+
+        The first token has none. A token's own entry has no rank if it is not among them.
+        """
+        scores, n_top = self._response.scores[choice.index], self._request.prompt_logprobs
+        prompt = self._response.prompt_of(choice).tolist()[1:]
+        rows: list[Json | None] = [None]
+        for token, p, top in zip(prompt, scores.logp.tolist(), scores.pairs(), strict=True):
+            row = {str(token): self._prompt_logprob(token, p, None)}
+            for rank, (other, logp) in enumerate(top[:n_top], 1):
+                row[str(other)] = self._prompt_logprob(other, logp, rank)
+            rows.append(row)
+        return rows
+
+    def _prompt_logprob(self, token: int, logp: float, rank: int | None) -> Json:
+        return {"logprob": logp, "rank": rank, "decoded_token": self._tokens[token].text}
 
     def _chat_logprob(self, token: int, logp: float | None) -> Json:
         found = self._tokens[token]

@@ -24,6 +24,7 @@ from jaxrl.models.lora import without_adapters
 from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
+from jaxrl.teachers.endpoint import TeacherEndpoint
 from jaxrl.tracking.logger import Logger
 from jaxrl.tracking.sample_images import write_images
 from jaxrl.trainer.phases.mini_batches import MiniBatch
@@ -117,6 +118,7 @@ class Core:
     clock: Clock
     state: TrainState  # the only reference: an update donates it
     reference: Decoder | None  # a separate reference model; see `ref_params`
+    more_references: Sequence[Decoder]  # of the learner's further teachers
     coefs: Coefficients  # KL and entropy coefficients of the next step
     reward_scale: RewardScale  # running moments of all rewards
     peak_flops: float | None  # FLOP/s of all devices; None if unknown (planner/chips.py)
@@ -124,6 +126,8 @@ class Core:
     # Makes JSON of what was in flight after these steps; None: a step leaves nothing in flight.
     in_flight: Callable[[], dict[str, Any]] | None
     demonstrations: StepItems[Demonstration] | None = None  # of data.demonstrations
+    # Teachers at servers, by index among all
+    endpoints: Mapping[int, TeacherEndpoint] = dataclasses.field(default_factory=dict)
 
     def check_stop(self) -> None:
         """Raises Interrupted on a stop signal, only before the first update of the step."""

@@ -228,6 +228,64 @@ WRONG = [
         "ref_refresh_every=2",
         "set only one of them",
     ),
+    (
+        dict(algorithm__more_teachers=("b?source=math",)),
+        "more_teachers=('b?source=math',) are in addition to algorithm.teacher=''",
+    ),
+    (
+        dict(algorithm__teacher="big", algorithm__kl_coef=1.0, algorithm__more_teachers=("b",)),
+        "'b' reads no rows",
+        "'PATH?source=DATA_SOURCE'",
+    ),
+    (
+        dict(
+            algorithm__teacher="big",
+            algorithm__kl_coef=1.0,
+            algorithm__more_teachers=("b?source=x", "c?source=x"),
+        ),
+        "names x more than once",
+    ),
+    (
+        dict(
+            algorithm__teacher="big",
+            algorithm__kl="full",
+            algorithm__kl_coef=1.0,
+            algorithm__more_teachers=("b?source=x",),
+        ),
+        "algorithm.kl='full' runs one teacher inside the update",
+        "kl_top_k=20",
+    ),
+    (
+        dict(
+            algorithm__teacher="big",
+            algorithm__kl_coef=1.0,
+            algorithm__more_teachers=("b?source=x",),
+            data__images=True,
+        ),
+        "more_teachers=('b?source=x',) read text, and data.images=True has images",
+    ),
+    (
+        dict(algorithm__teacher="big?model=x", algorithm__kl_coef=1.0),
+        "'big?model=x' names a model of a server, but no URL",
+    ),
+    (
+        dict(
+            algorithm__teacher="http://a/v1",
+            algorithm__kl_coef=1.0,
+            rollout__sampling__temperature=0.7,
+        ),
+        "prompt logprobs are those of temperature 1",
+        "temperature=1.0",
+    ),
+    (
+        dict(
+            algorithm__teacher="http://a/v1",
+            algorithm__kl_coef=1.0,
+            learner__offload=("reference",),
+        ),
+        "leave no reference on the devices",
+    ),
+    (dict(teacher_endpoint__attempts=2), "no effect without a teacher at a server"),
     (dict(algorithm__lam=0.9), "lam=0.9 has no effect", "lam=1.0"),
     (dict(algorithm__advantage="ppo"), "algorithm.advantage=", "set one of grpo, dr_grpo"),
     (

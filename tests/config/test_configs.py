@@ -45,6 +45,7 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 DEVICES = {
     "boba_1p5b": 128,
     "boba_7b": 192,
+    "distill_7b_from_32b_h100": 64,
     "geo3k_qwen3_vl_8b": 8,
     "geo3k_qwen3_5_9b_lora": 8,
     "grpo_7b": 64,
@@ -174,6 +175,7 @@ def test_the_critic_of_a_large_model_type_checks_on_an_abstract_mesh(no_compiler
     [
         ("boba_1p5b", 1_777_088_000),
         ("boba_7b", 7_615_616_512),
+        ("distill_7b_from_32b_h100", 7_615_616_512),
         ("grpo_llama_70b_longctx", 70_553_706_496),
         ("geo3k_qwen3_vl_8b", 8_190_735_360),
     ],
@@ -196,7 +198,9 @@ def test_a_benchmark_case_fits_its_gpus_by_the_formulas_of_the_planner(name, n_p
         learner.zero,
         learner.mlp_chunk,
     )
-    found = estimate(Job(run, decoder, machine, lengths), settings)
+    teacher = run.algorithm.teacher
+    others = {"teacher": model_shape(teacher)} if teacher else {}
+    found = estimate(Job(run, decoder, machine, lengths, others), settings)
     share = run.rollout.memory_utilization
     assert found.bytes < share * machine.chip.memory_bytes
 

@@ -471,6 +471,26 @@ def test_schemas_that_a_grammar_cannot_express_are_rejected(served):
     assert rejected_chat(served, both).param == "response_format"
 
 
+def test_prompt_logprobs_have_vllms_form(served, model):
+    (tokens, logps, _) = direct(model, ["The sum"], max_tokens=10, sampling=GREEDY)[0]
+    prompt = [*model.renderer.tokenizer("The sum")["input_ids"], *tokens]
+    keys = dict(model="tiny", prompt=prompt, max_tokens=1, temperature=1)
+    answer = served.client.completions.create(**keys, extra_body={"prompt_logprobs": 3})
+    rows = answer.choices[0].prompt_logprobs
+    assert rows[0] is None and len(rows) == len(prompt)
+    for token, logp, row in zip(tokens, logps, rows[-len(tokens) :], strict=True):
+        assert len(row) == 3 and row[str(token)]["rank"] == 1  # a greedy token is the most likely
+        assert abs(row[str(token)]["logprob"] - logp) < 1e-5
+    (row,) = (
+        served.client.completions.create(**keys, extra_body={"prompt_logprobs": 0})
+        .choices[0]
+        .prompt_logprobs[-1:]
+    )
+    assert list(row) == [str(tokens[-1])]
+    with pytest.raises(openai.BadRequestError, match="a stream has no prompt logprobs"):
+        served.client.completions.create(**keys, stream=True, extra_body={"prompt_logprobs": 1})
+
+
 def test_several_prompts_as_text_or_ids_and_echo(served, model):
     prompts = ["The sum", "What is"]
     ids = [model.renderer.tokenizer(p)["input_ids"] for p in prompts]

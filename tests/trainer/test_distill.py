@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from jaxrl.config.resolve import resolve
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models.config import uniform_decoder
 from jaxrl.models.decoder import init_model
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.train import train
 from sharding import make_mesh
 from sharding.rules import TRAIN
+from tests.teachers.fake_server import FakeServer
 
 
 def write_teacher(folder: Path, student: Path, vocab: int) -> Path:
@@ -141,3 +143,82 @@ def test_the_most_likely_tokens_of_a_moving_teacher_are_compared(self_config):
         assert line["loss/kl"] > 0
         np.testing.assert_allclose(line["loss/total"], line["loss/kl"], rtol=1e-4)
         assert line["optim/grad_norm"] > 0
+
+
+@pytest.fixture
+def two_sources(distill_config, tmp_path):
+    """One step of sampled KL on rows of two data sources; a second teacher for source "b"."""
+    rows = [
+        {"prompt": f"{i}+1=", "answer": str(i + 1), "data_source": "ab"[i % 2]} for i in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    distill_config.data.train = (str(tmp_path / "rows.jsonl"),)
+    distill_config.total_steps = 1
+    distill_config.algorithm.kl, distill_config.algorithm.kl_in = "k1", "reward"
+    distill_config.algorithm.gamma = 0.0
+    return distill_config
+
+
+def first_kl(config, run_dir, **keys) -> float:
+    config.run_dir = str(run_dir)
+    for name, value in keys.items():
+        config.algorithm[name] = value
+    assert train(resolve(config))
+    [line] = lines_of(config)
+    return line["loss/kl" if config.algorithm.kl_in == "loss" else "reward/kl"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_each_row_is_read_by_the_teacher_of_its_source(two_sources, two_layers, tmp_path, top_k):
+    if top_k:
+        two_sources.algorithm.kl, two_sources.algorithm.kl_in = "jsd", "loss"
+        two_sources.algorithm.kl_top_k, two_sources.algorithm.gamma = top_k, 1.0
+    two_sources.learner.offload = ("reference",)
+    a, b = two_sources.algorithm.teacher, str(two_layers)
+    alone = [first_kl(two_sources, tmp_path / f"run{i}", teacher=x) for i, x in enumerate((a, b))]
+    mixed = [
+        first_kl(
+            two_sources,
+            tmp_path / f"mixed{i}",
+            teacher=first,
+            more_teachers=(f"{second}?source=b",),
+        )
+        for i, (first, second) in enumerate(((a, b), (b, a)))
+    ]
+    # The same responses in all runs: each half is read by both, in one of the mixtures
+    np.testing.assert_allclose(sum(mixed), sum(alone), rtol=1e-4)
+    assert abs(mixed[0] - alone[0]) > 1e-2 and abs(mixed[0] - alone[1]) > 1e-2
+
+
+def test_a_teacher_of_a_source_that_no_row_has_is_refused(two_sources):
+    two_sources.algorithm.more_teachers = (f"{two_sources.algorithm.teacher}?source=c",)
+    with pytest.raises(ValueError, match=r"data_source 'c', which no row has.*are a, b"):
+        train(resolve(two_sources))
+
+
+@pytest.mark.thorough
+def test_a_server_is_a_teacher_and_responses_that_it_fails_to_read_are_left_out(
+    two_sources, two_layers, tmp_path
+):
+    server = FakeServer(load_tokenizer(two_layers), 260)
+    server.fail = lambda body, n: 400 if n == 3 else 0  # the second response; the first is a probe
+    try:
+        two_sources.algorithm.teacher = server.url
+        two_sources.log.samples_every = 0
+        assert train(resolve(two_sources))
+    finally:
+        server.close()
+    [line] = lines_of(two_sources)
+    sent = line["teacher/requests"]
+    assert line["teacher/failed"] >= 1 and sent + line["teacher/cached"] == 16
+    assert np.isfinite(line["reward/kl"]) and line["reward/kl"] > 0.1
+    two_sources.run_dir = str(tmp_path / "strict")
+    server = FakeServer(load_tokenizer(two_layers), 260)
+    server.fail = lambda body, n: 400 if n > 4 else 0
+    two_sources.algorithm.teacher = server.url
+    try:
+        with pytest.raises(ValueError, match=r"teacher could not read .* of 16 .*resume the run"):
+            train(resolve(two_sources))
+    finally:
+        server.close()

@@ -1,12 +1,14 @@
 """Rules between the keys of the KL, its reference and the teacher."""
 
 from jaxrl.config.choices import FULL_KLS
-from jaxrl.config.keys import RunConfig
+from jaxrl.config.keys import RunConfig, TeacherEndpointConfig
+from jaxrl.config.teachers import model_teachers, read_teacher
 
 
 def teacher_errors(run: RunConfig) -> list[str]:
     """One line per broken rule of the teacher, with the values and what to set instead."""
-    errors, algorithm = [], run.algorithm
+    algorithm = run.algorithm
+    errors = _named_teacher_errors(run)
     distills = algorithm.advantage == "distill"
     if distills and not (algorithm.teacher or run.self_distillation.context):
         errors.append(
@@ -32,9 +34,78 @@ def teacher_errors(run: RunConfig) -> list[str]:
     return errors
 
 
+def _named_teacher_errors(run: RunConfig) -> list[str]:
+    """Rules of several teachers, and of those at a server."""
+    algorithm, more = run.algorithm, run.algorithm.more_teachers
+    if more and not algorithm.teacher:
+        return [
+            f"algorithm.more_teachers={more} are in addition to algorithm.teacher=''; set it to "
+            "the teacher of all other rows"
+        ]
+    named = [("algorithm.teacher", algorithm.teacher)] if algorithm.teacher else []
+    read = [read_teacher(*one) for one in (*named, *(("algorithm.more_teachers", m) for m in more))]
+    if errors := [f"{teacher.key}={line}" for teacher, lines in read for line in lines]:
+        return errors
+    sources = [teacher.options.source for teacher, _ in read]
+    if twice := sorted({source for source in sources if sources.count(source) > 1}):
+        errors.append(
+            f"algorithm.more_teachers={more} names {', '.join(twice)} more than once; give the "
+            "rows of a data_source one teacher"
+        )
+    if more and run.data.images:
+        errors.append(
+            f"algorithm.more_teachers={more} read text, and data.images=True has images; set "
+            "algorithm.teacher alone"
+        )
+    at_server = any(teacher.is_endpoint for teacher, _ in read)
+    changed = run.teacher_endpoint != TeacherEndpointConfig()
+    if changed and not at_server:
+        errors.append(
+            f"{run.teacher_endpoint} has no effect without a teacher at a server; set "
+            "algorithm.teacher='http://host:8000/v1', or leave the keys of teacher_endpoint out"
+        )
+    shown = f"algorithm.teacher={algorithm.teacher!r}" + (f" and {more}" if more else "")
+    if (at_server or more) and algorithm.kl in FULL_KLS and not algorithm.kl_top_k:
+        errors.append(
+            f"algorithm.kl={algorithm.kl!r} runs one teacher inside the update, but {shown} score "
+            "before it; set algorithm.kl_top_k=20, or algorithm.kl='k1' with "
+            "algorithm.kl_in='reward'"
+        )
+    return errors + (_endpoint_errors(run, shown) if at_server else [])
+
+
+def _endpoint_errors(run: RunConfig, shown: str) -> list[str]:
+    """A server scores text by the model itself, and returns a few tokens at each place."""
+    errors = []
+    if (temperature := run.rollout.sampling.temperature) != 1.0:
+        errors.append(
+            f"{shown}: a server's prompt logprobs are those of temperature 1, but "
+            f"rollout.sampling.temperature={temperature} divides the policy's logits; set "
+            "rollout.sampling.temperature=1.0, or a teacher in a folder"
+        )
+    if "reference" in run.learner.offload and not model_teachers(run.algorithm):
+        errors.append(
+            f"learner.offload={run.learner.offload}, but {shown} leave no reference on "
+            "the devices; leave out 'reference'"
+        )
+    if run.data.images:
+        errors.append(
+            f"{shown}: a server gets token ids, and data.images=True has images; set a teacher in "
+            "a folder"
+        )
+    return errors
+
+
 def kl_errors(run: RunConfig) -> list[str]:
     """One line per broken rule of the KL and its reference."""
     errors, algorithm, kl = [], run.algorithm, run.algorithm.kl
+    if run.data.teacher_logprobs and not (algorithm.kl_top_k and algorithm.kl_coef):
+        errors.append(
+            f"data.teacher_logprobs={run.data.teacher_logprobs!r} has no weight with "
+            f"algorithm.kl_top_k={algorithm.kl_top_k} and algorithm.kl_coef={algorithm.kl_coef}; "
+            "set the number of ids that are compared, such as 20, algorithm.kl_coef=1.0 and "
+            "algorithm.kl='jsd'"
+        )
     if algorithm.kl_beta != 0.5 and kl != "jsd":
         errors.append(
             f"algorithm.kl_beta={algorithm.kl_beta} has no effect with algorithm.kl={kl!r}; set "

@@ -19,6 +19,7 @@ from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.keys.run import CheckpointConfig, LogConfig, ProfileConfig, RunConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.keys.self_distillation import SelfDistillationConfig
+from jaxrl.config.keys.teacher_endpoint import TeacherEndpointConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -45,4 +46,5 @@ __all__ = [
     "ScheduleConfig",
     "ScoringConfig",
     "SelfDistillationConfig",
+    "TeacherEndpointConfig",
 ]

@@ -120,8 +120,14 @@ class AlgorithmConfig:
     )
     teacher: str = key(
         "",
-        "Reference model of the KL term, in any form that model.path accepts, with the policy's "
-        "tokenizer; '' = the initial policy",
+        "Reference model of the KL term, in any form that model.path accepts, or the URL of a "
+        "server, 'http://host:8000/v1?model=NAME'; with the policy's tokenizer; '' = the initial "
+        "policy",
+    )
+    more_teachers: tuple[str, ...] = key(
+        (),
+        "Teachers in addition to `teacher`, by data source: 'PATH?source=math' reads the responses "
+        "to rows with this data_source in place of it",
     )
     kl: str = key(
         "auto",

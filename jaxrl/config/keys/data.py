@@ -39,6 +39,11 @@ class DataConfig:
         "column is read as that name; a dotted column is a path; of entries with one name the "
         "first that the row has counts; () = the usual names",
     )
+    teacher_logprobs: str = key(
+        "",
+        "SFT: column with a teacher's most likely tokens at every learned token, which the loss "
+        "compares (algorithm.kl_top_k) in place of the likelihood; '' = none",
+    )
     prompts_per_step: int = key(64, "Prompts per training step (global)", ge=1)
     val_max_samples: int = key(
         0,

@@ -12,6 +12,7 @@ from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.keys.self_distillation import SelfDistillationConfig
+from jaxrl.config.keys.teacher_endpoint import TeacherEndpointConfig
 from jaxrl.config.schema import key
 
 
@@ -90,6 +91,9 @@ class RunConfig:
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     self_distillation: SelfDistillationConfig = dataclasses.field(
         default_factory=SelfDistillationConfig
+    )
+    teacher_endpoint: TeacherEndpointConfig = dataclasses.field(
+        default_factory=TeacherEndpointConfig
     )
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)

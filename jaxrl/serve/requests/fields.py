@@ -99,6 +99,13 @@ class CompletionFields(Fields):
         le=N_TOP,
     )
     echo: bool = key(False, "return the prompt in front of the response")
+    prompt_logprobs: int = key(
+        0,
+        "return, by token id, the logprob of every token of the prompt and of this many most "
+        "likely tokens in its place",
+        ge=0,
+        le=N_TOP,
+    )
 
 
 def read_fields[F: ModelFields](

@@ -49,6 +49,8 @@ class GenerationRequest:
     tools: ToolUse | None = None
     kept_ids: frozenset[int] = frozenset()  # special tokens that the text of a response has
     images: tuple[PlacedImage, ...] = ()  # of the conversation, at their tokens
+    # Most likely tokens whose logprobs are returned at each token of the prompt; None: no logprobs
+    prompt_logprobs: int | None = None
 
     @property
     def chat(self) -> bool:
@@ -58,7 +60,7 @@ class GenerationRequest:
     @property
     def needs_scoring(self) -> bool:
         """Whether it needs logprobs of its prompts, which sampling does not produce."""
-        return self.logprobs and self.echo
+        return (self.logprobs and self.echo) or self.prompt_logprobs is not None
 
     @property
     def min_tokens(self) -> int:
@@ -146,7 +148,7 @@ def parse_completion(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -
     texts = _prompts(body.get("prompt"))
     _check_limits(fields, limits, len(texts))
     prompts = [_tokenize(text, renderer, limits) for text in texts]
-    return _request(
+    request = _request(
         fields,
         body,
         limits,
@@ -158,6 +160,13 @@ def parse_completion(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -
         n_top=fields.logprobs,
         echo=fields.echo,
     )
+    if "prompt_logprobs" not in present:
+        return request
+    if fields.stream:
+        raise RequestError(
+            400, "a stream has no prompt logprobs; set stream to false", param="prompt_logprobs"
+        )
+    return dataclasses.replace(request, prompt_logprobs=fields.prompt_logprobs)
 
 
 def _request(

@@ -21,7 +21,8 @@ from jaxrl.types import Batch, Demonstration, TrainingSample
 UNUSED_SECTIONS = (
     *("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule"),
     *("data.rendered_prompts", "data.demonstrations", "data.demonstrations_per_step"),
-    *("data.skip_solved", "data.pool_weights", "self_distillation"),
+    *("data.skip_solved", "data.pool_weights", "self_distillation", "teacher_endpoint"),
+    "data.teacher_logprobs",
 )
 
 
@@ -36,6 +37,8 @@ class OfflineObjective:
     workload: Callable[[RunConfig], OfflineWorkload]  # shape of a training step
     unused_keys: tuple[str, ...]  # sections and keys of the config that it does not read
     metric_names: Mapping[str, str]  # metrics of an update to log -> their names
+    # Keys of the unused sections that a run reads all the same
+    used_keys: Callable[[RunConfig], tuple[str, ...]] = lambda cfg: ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ def with_objective(cfg: RunConfig, objective: OfflineObjective) -> RunConfig:
         f"config.{name}"
         for name, value in values.items()
         if value != default.get(name)
+        and name not in objective.used_keys(cfg)
         and (name in objective.unused_keys or name.startswith(sections))
     ]
     if "policy" in cfg.learner.offload:
@@ -89,7 +93,8 @@ def train_step(run: OfflineRun) -> None:
             samples, metrics = objective.make_samples(run, items[start : start + size])
             packed = pack_samples(samples, core.cfg, core.learner.n_ranks)
             updated = update(core, [MiniBatch(packed)])
-            metrics |= {shown: updated[name] for name, shown in objective.metric_names.items()}
+            names = objective.metric_names.items()
+            metrics |= {shown: updated[name] for name, shown in names if name in updated}
             metrics |= {name: v for name, v in updated.items() if name.startswith("optim/")}
             metrics["perf/padding_fraction"] = padding_fraction(packed)
             found.append(metrics | {"perf/shared_fraction": shared_fraction(packed)})

@@ -14,7 +14,8 @@ from jaxrl.learner.requirements import (
     needs_old_logp,
     needs_ref_logp,
     policy_is_teacher,
-    teacher_top_k,
+    reads_responses,
+    scores_by_teacher,
 )
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.mini_batches import (
@@ -35,8 +36,9 @@ from jaxrl.trainer.phases.rewards import (
     turn_rewards,
 )
 from jaxrl.trainer.phases.sampling import Collected
-from jaxrl.trainer.phases.self_distillation import read_by_teacher, with_teacher_prompts
-from jaxrl.types import Batch, ScoredRollout, TeacherTokens, TrainingSample
+from jaxrl.trainer.phases.self_distillation import with_teacher_prompts
+from jaxrl.trainer.phases.teachers import read_by_teachers
+from jaxrl.types import Batch, ScoredRollout, TrainingSample
 from sharding import hosts, to_device
 
 
@@ -94,8 +96,9 @@ def make_experience(
     if cfg.self_distillation.context:
         samples, context = with_teacher_prompts(samples, groups, cfg, core.models.renderer)
         metrics |= context
-    if teacher_top_k(cfg):
-        samples = add_teacher_tokens(core, samples)
+    if reads_responses(cfg):
+        samples, read = read_by_teachers(core, samples)
+        metrics |= read
     given = core.demonstrations.of_step(core.clock.step) if core.demonstrations else []
     demonstrations = given_samples(given, cfg.algorithm)
     if core.learner.value_scorer is not None:
@@ -137,6 +140,8 @@ def reference_score(core: Core, *, kl_in: str) -> Score | None:
         return None
     if policy_is_teacher(core.cfg):
         return functools.partial(policy_logps, core)
+    if scores_by_teacher(core.cfg):
+        return given_logps
     return functools.partial(reference_logps, core) if needs_ref_logp(core.cfg) else None
 
 
@@ -162,23 +167,6 @@ def add_values(
     return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]
 
 
-def add_teacher_tokens(core: Core, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """Fills `teacher` with the reference's most likely ids, where it reads the response."""
-    has_own_prompts = bool(core.cfg.self_distillation.context)
-    read = read_by_teacher(samples) if has_own_prompts else list(samples)
-    packed = pack_samples(read, core.cfg, core.learner.n_ranks)
-    scorer, batches = core.learner.ref_scorer, [p.batch for p in packed]
-    with core.no_compile("scoring"), scorer.layout.on_mesh(), core.clock.timed("ref"):
-        found = scorer.top_k(to_device(core.ref_params), batches, on_batch=core.check_stop)
-    pairs = zip(*(gather(field, packed) for field in zip(*found, strict=True)), strict=True)
-    return [
-        s
-        if has_own_prompts and s.teacher_prompt is None
-        else dataclasses.replace(s, teacher=TeacherTokens(*next(pairs)))
-        for s in samples
-    ]
-
-
 def policy_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
     """The policy's logprobs [B, T] of each packed batch."""
     return [batch.old_logp for batch in with_policy_logps(core, batches)]
@@ -192,6 +180,11 @@ def with_policy_logps(core: Core, batches: Sequence[Batch]) -> list[Batch]:
         core.clock.timed("old_log_prob"),
     ):
         return core.learner.scorer.with_old_logp(params, batches, on_batch=core.check_stop)
+
+
+def given_logps(batches: Sequence[Batch]) -> list[np.ndarray]:
+    """The logprobs [B, T] that teachers gave the samples of each packed batch."""
+    return [batch.ref_logp for batch in batches]
 
 
 def reference_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:

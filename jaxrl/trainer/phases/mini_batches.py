@@ -64,6 +64,7 @@ def to_sample(rollout: Rollout, *, group: int = 0) -> TrainingSample:
         group=group,
         prompt_id=prompt.id,
         sample=rollout.sample,
+        source=prompt.source,
     )
 
 
@@ -267,9 +268,13 @@ def drop_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[Tra
 
 
 def drop_untaught(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
-    """Removes responses without a teacher from a loss that has nothing else, as SDPO does."""
+    """Removes responses without a teacher from a loss that has nothing else, as SDPO does.
+
+    Those that a teacher could not read leave any loss: without its scores they have no KL.
+    """
+    samples = [s for s in samples if not s.unread]
     if not cfg.self_distillation.context or cfg.algorithm.advantage != "distill":
-        return list(samples)
+        return samples
     return [s for s in samples if s.teacher_prompt is not None]
 
 

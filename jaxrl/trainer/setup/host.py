@@ -6,12 +6,13 @@ A wrong tokenizer, dataset or reward ends a run here, in seconds.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.parts import parse_parts, part_of
+from jaxrl.config.teachers import teachers
 from jaxrl.data.demonstrations import demonstration_maker
 from jaxrl.data.difficulty import DifficultyIterator
 from jaxrl.data.images.reader import ImageReader
@@ -22,6 +23,7 @@ from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.learner.requirements import teacher_top_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.functions import need_answer
 from jaxrl.rewards.pool import RewardPool
@@ -29,6 +31,7 @@ from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.rollout.agents.endpoint import AgentEndpoint
 from jaxrl.rollout.agents.runner import Agents
 from jaxrl.runtime.multihost import check_same_data, check_same_order
+from jaxrl.teachers.endpoint import TeacherEndpoint
 from jaxrl.trainer.phases.self_distillation import demonstration
 from jaxrl.trainer.setup.models import Models, open_models
 from jaxrl.trainer.setup.session import Session
@@ -50,6 +53,8 @@ class HostSide:
     rewards: RewardPool | None = None  # None in offline training
     environments: Environments | None = None
     demonstrations: StepItems[Demonstration] | None = None  # of an RL run that trains on them
+    # Teachers at servers, by index among all
+    endpoints: Mapping[int, TeacherEndpoint] = dataclasses.field(default_factory=dict)
 
     @property
     def datasets(self) -> dict[str, Sequence]:
@@ -68,14 +73,19 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
     """
     cfg, models = session.cfg, open_models(session.cfg, session.progress)
     with hosts.raise_together():
+        check_no_teacher_column(cfg)
         maker = make_prompt_maker(cfg, models)
         iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
         demonstrations = open_demonstrations(cfg, models)
         check_part_sources(cfg, iterator.items, demonstrations)
         check_teacher_texts(cfg, iterator.items, models.decoder)
+        check_teacher_sources(cfg, iterator.items)
+        endpoints = open_endpoints(cfg, models)
         rewards = open_rewards(session, models, iterator.items, val, own)
         environments = open_environments(cfg, session.stack, models.images)
-    host = HostSide(session, models, val, iterator, rewards, environments, demonstrations)
+    host = HostSide(
+        session, models, val, iterator, rewards, environments, demonstrations, endpoints
+    )
     check_items(host)
     return host
 
@@ -230,6 +240,42 @@ def check_teacher_texts(cfg: RunConfig, prompts: Sequence[Prompt], decoder: Deco
             f"config.self_distillation.demonstration={column!r} is a column that no row has as "
             f"text; set 'answer' or one of {', '.join(columns) or 'the columns of the data'}"
         )
+
+
+def check_no_teacher_column(cfg: RunConfig) -> None:
+    """Raises ValueError for a teacher's logprobs of given responses in a run that samples them."""
+    if column := cfg.data.teacher_logprobs:
+        raise ValueError(
+            f"config.data.teacher_logprobs={column!r} has logprobs of given responses, which "
+            "jaxrl.sft trains on; leave it out, or set config.algorithm.teacher"
+        )
+
+
+def check_teacher_sources(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError for a teacher of a data_source that no row has."""
+    sources = {prompt.source for prompt in prompts}
+    for teacher in teachers(cfg.algorithm)[1:]:
+        source = teacher.options.source
+        if source not in sources and not cfg.data.streaming:  # only the first rows are known
+            raise ValueError(
+                f"config.{teacher.key} names {teacher.path!r} for the data_source {source!r}, "
+                f"which no row has; the sources are {', '.join(sorted(sources))}"
+            )
+
+
+def open_endpoints(cfg: RunConfig, models: Models) -> dict[int, TeacherEndpoint]:
+    """The teachers at servers, which the main process asks what they are; by index among all."""
+    found, n_vocab = {}, models.decoder.V
+    longest = cfg.data.max_len
+    if cfg.self_distillation.context:
+        longest = cfg.max_teacher_prompt_len + cfg.data.max_response_len
+    for i, teacher in enumerate(teachers(cfg.algorithm)):
+        if teacher.is_endpoint:
+            k = teacher_top_k(cfg)
+            found[i] = TeacherEndpoint(teacher, cfg.teacher_endpoint, k=k, n_vocab=n_vocab)
+            if hosts.is_main_process():
+                found[i].open(models.renderer.tokenizer, max_len=longest)
+    return found
 
 
 def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:

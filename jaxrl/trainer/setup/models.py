@@ -2,13 +2,14 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.checkpoint.checkpointer import complete_steps
 from jaxrl.config.keys import RunConfig, SamplingConfig
+from jaxrl.config.teachers import Teacher, model_teachers
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.template import prints_date
 from jaxrl.data.images.reader import ImageReader
@@ -40,13 +41,18 @@ class ModelFolders:
 
     policy: Path
     critic: Path  # the policy's folder unless critic.path is set
-    reference: Path  # the teacher's folder with algorithm.teacher, else the policy's
+    teachers: Mapping[str, Path]  # those on the devices by role: "teacher", "teacher_2", ...
     reward_model: Path | None
     teacher_tower: TowerConfig | None = None  # None: a teacher reads the policy's features
 
+    @property
+    def reference(self) -> Path:
+        """The first teacher's folder, or the policy's."""
+        return self.teachers.get("teacher", self.policy)
+
     def other_configs(self) -> dict[str, DecoderConfig]:
         """The configs of the models other than the policy, keyed by the planner's role names."""
-        folders = {"critic": self.critic, "teacher": self.reference}
+        folders = {"critic": self.critic, "teacher": self.reference, **self.teachers}
         if self.reward_model is not None:
             folders["reward_model"] = self.reward_model
         found = {name: model_config(folder) for name, folder in folders.items()}
@@ -75,7 +81,10 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         folders = ModelFolders(
             policy=policy,
             critic=resolve_optional("critic.path", cfg.critic.path) or policy,
-            reference=resolve_optional("algorithm.teacher", cfg.algorithm.teacher) or policy,
+            teachers={
+                role: resolve_model(teacher.path, key=f"config.{teacher.key}")
+                for role, teacher in model_teachers(cfg.algorithm).items()
+            },
             reward_model=resolve_optional("reward_model.path", cfg.reward_model.path),
         )
     with hosts.raise_together():
@@ -89,7 +98,8 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
             tower_of_teacher = other_tower(cfg, folders, images)
             folders = dataclasses.replace(folders, teacher_tower=tower_of_teacher)
         check_critic(cfg, folders.critic, renderer.tokenizer)
-        check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
+        for role, teacher in model_teachers(cfg.algorithm).items():
+            check_teacher(cfg, teacher, folders.teachers[role], renderer.tokenizer, decoder)
         check_adapters(cfg, folders, decoder)
     return Models(folders, decoder, renderer, images, tower)
 
@@ -193,15 +203,17 @@ def check_critic(cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBas
 
 
 def check_teacher(
-    cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, policy: DecoderConfig
+    cfg: RunConfig,
+    named: Teacher,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: DecoderConfig,
 ) -> None:
     """Raises ValueError if the teacher is incompatible with the policy.
 
     Both need the same tokenizer. A KL over the vocabulary also needs comparable logits.
     """
-    if not cfg.algorithm.teacher:
-        return
-    key, teacher = f"config.algorithm.teacher={cfg.algorithm.teacher}", model_config(folder)
+    key, teacher = f"config.{named.key}={named.path}", model_config(folder)
     other = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     check_same_tokenizer(tokenizer, other, key, teacher.V)
     if cfg.algorithm.kl_top_k and policy.V < teacher.V:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner, make_learner
 from jaxrl.learner.router_replay import with_router_replay
 from jaxrl.learner.state import checkpoint_state, init_state
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
@@ -337,12 +339,14 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         clock=clock,
         state=state,
         reference=reference,
+        more_references=load_teachers(host, learner) if has_reference else (),
         coefs=Coefficients(**saved["coefs"]) if saved else initial_coefficients(cfg),
         reward_scale=RewardScale(**saved.get("reward_scale", {})),
         peak_flops=peak_flops(devices.policy.dtype),
         position=iterator.state(),
         in_flight=(lambda: saved["in_flight"]) if "in_flight" in saved else None,
         demonstrations=host.demonstrations,
+        endpoints=host.endpoints,
     )
     load_reference_tower(core)
     check_disk(core)
@@ -407,11 +411,25 @@ def load_reference(host: HostSide, learner: Learner, state: TrainState, step: in
     """The frozen reference model: the policy of step 0, or a teacher."""
     cfg, folder = host.session.cfg, host.models.folders.reference
     layout = learner.ref_scorer.layout
-    if step == 0 and layout.resharding is None and not cfg.algorithm.teacher:
-        ref = layout.copy(state.params)
-    else:
-        with layout.on_mesh():
-            ref = load_whole(folder, layout.rules, learner.ref_decoder, layout.dtype)
+    if step or layout.resharding is not None or cfg.algorithm.teacher:
+        return load_frozen(cfg, folder, layout, learner.ref_decoder)
+    ref = layout.copy(state.params)
+    return to_host(ref) if "reference" in cfg.learner.offload else ref
+
+
+def load_teachers(host: HostSide, learner: Learner) -> list[Decoder]:
+    """The models of algorithm.more_teachers on the devices, each in host memory if offloaded."""
+    cfg, folders = host.session.cfg, host.models.folders.teachers
+    return [
+        load_frozen(cfg, folders[teacher.role], teacher.scorer.layout, teacher.decoder)
+        for teacher in learner.teachers
+    ]
+
+
+def load_frozen(cfg: RunConfig, folder: Path, layout: Layout, decoder: DecoderConfig) -> Decoder:
+    """A model that scores as a reference, in host memory if learner.offload has "reference"."""
+    with layout.on_mesh():
+        ref = load_whole(folder, layout.rules, decoder, layout.dtype)
     return to_host(ref) if "reference" in cfg.learner.offload else ref
 
 

@@ -10,7 +10,12 @@ from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout
 from jaxrl.learner.programs import TrainingModels, training_models, training_programs
-from jaxrl.learner.requirements import full_kl_in_loss, needs_policy_logp, needs_ref_scores
+from jaxrl.learner.requirements import (
+    full_kl_in_loss,
+    needs_policy_logp,
+    needs_ref_scores,
+    scores_by_teacher,
+)
 from jaxrl.learner.roles import Learner
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
@@ -97,6 +102,7 @@ def rl_models(run: Run) -> TrainingModels:
         core.ref_params,
         scores_policy=needs_policy_logp(cfg),
         scores_reference=needs_ref_scores(cfg),
+        more_refs=core.more_references,
     )
     if model is not None:
         models.reward_scorer, models.reward_params = model.scorer, model.params
@@ -115,7 +121,8 @@ def try_training(core: Core, models: TrainingModels) -> None:
     cfg = core.cfg.algorithm
     for rows, row_len in core.cfg.learner.shapes:
         batch = empty_batch(core.learner.n_ranks * rows, row_len)
-        if models.ref_scorer is not None and cfg.kl_in == "reward":
+        scored = models.ref_scorer is not None or scores_by_teacher(core.cfg)
+        if scored and cfg.kl_in == "reward":
             token_kl(batch, batch.ref_logp, cfg)
         if cfg.correction_normalize:
             with_mean_weight(MiniBatch([Packed(batch, spans=())]), cfg)

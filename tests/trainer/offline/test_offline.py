@@ -22,6 +22,7 @@ from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.packing import pack
 from jaxrl.data.preferences import Labelled, Pair
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.learner.loss import score_tokens
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.tracking.first_samples import read_first_samples
@@ -370,3 +371,27 @@ def test_sft_trains_adapters(sft_config):
     found = weights(sft_config.run_dir)
     changed = {name for name in base if np.any(found[name] != base[name])}
     assert changed and all("_proj" in name for name in changed)
+
+
+@pytest.mark.thorough
+def test_sft_approaches_the_most_likely_tokens_of_a_teacher_in_a_column(sft_config, tmp_path):
+    rows = [{"question": q, "answer": f"It is {a}."} for q, a, _ in QUESTIONS]
+    tokenizer = load_tokenizer(sft_config.model.path)
+    for row in rows[1:]:  # without a teacher the first one's likelihood is learned
+        tokens = tokenizer(row["answer"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+        row["top"] = [
+            {"token": t, "ids": [t, t % 200 + 5, 3], "logprobs": [-0.2, -2.0, -4.0]} for t in tokens
+        ]
+    rows[0]["top"] = None
+    sft_config.data.train = write(tmp_path, rows)
+    sft_config.data.teacher_logprobs = "top"
+    with pytest.raises(ValueError, match=r"teacher_logprobs='top' has no weight.*kl_coef=1\.0"):
+        resolve(sft_config)
+    sft_config.algorithm.update(kl="jsd", kl_beta=0.0, kl_top_k=2, kl_coef=1.0)
+    assert sft.train(resolve(sft_config))
+    lines = [line for line in metrics(sft_config.run_dir) if "loss/kl" in line]
+    assert len(lines) == 6 and lines[-1]["loss/kl"] < 0.8 * lines[0]["loss/kl"]
+    assert lines[0]["loss/nll"] > 0  # of the row without a teacher
+    sft_config.data.teacher_logprobs, sft_config.run_dir = "", str(tmp_path / "unused")
+    with pytest.raises(ValueError, match=r"config\.algorithm\.kl.* have no effect in offline"):
+        sft.train(resolve(sft_config))
