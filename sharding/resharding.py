@@ -24,7 +24,10 @@ from sharding.mesh import MESH_AXES, axis_sizes
 from sharding.tree import PyTree
 
 Leaf = jax.Array | jax.ShapeDtypeStruct
-GROUP_BYTES = 512 * 2**20  # resharded at a time, on a device of the destination
+# Resharded at a time, on a device of the destination. On TPU a gathered array is copied to the result
+# except in a loop, so only small ones are gathered without one.
+GROUP_BYTES = {"tpu": 32 * 2**20}
+GROUP_BYTES_ELSEWHERE = 512 * 2**20
 Factors = Mapping[str, tuple[str, ...]]  # mesh axis -> its axes of the factored mesh, slowest first
 
 
@@ -36,7 +39,7 @@ class Resharding:
     factored_mesh: Mesh
     source_factors: Factors
     target_factors: Factors
-    group_bytes: int = GROUP_BYTES
+    group_bytes: int = GROUP_BYTES_ELSEWHERE
 
     def shares_buffers(self, leaf: Leaf, spec: jax.P, dtype: DTypeLike | None = None) -> bool:
         """Whether this leaf keeps its buffers: each device already has its shard under `spec`."""
@@ -109,7 +112,8 @@ def reshard_leaves(
     """The leaves, each sharded by its spec on the current mesh.
 
     Small ones are resharded together, up to `group_bytes` of the results on a device. Of larger
-    ones, such as stacked layers, a loop takes so many indices of the leading axis at a time.
+    ones, such as stacked layers and tables, a loop takes so many rows of a device's leading axis at
+    a time.
     """
 
     def reshard(leaf: jax.Array, spec: jax.P) -> jax.Array:
@@ -128,9 +132,10 @@ def reshard_leaves(
         if n_parts == 1:
             done.append(reshard(leaf, spec))
             continue
+        first, *rest = (*spec, *[None] * (leaf.ndim - len(spec)))
         parts = _split_leading(leaf, n_parts)
-        moved = jax.lax.map(functools.partial(reshard, spec=spec), parts)
-        done.append(moved.reshape(leaf.shape, out_sharding=spec))
+        moved = jax.lax.map(functools.partial(reshard, spec=jax.P(first, None, *rest)), parts)
+        done.append(jnp.moveaxis(moved, 0, 1).reshape(leaf.shape, out_sharding=spec))
     return done
 
 
@@ -142,19 +147,29 @@ def _result_bytes(leaf: jax.Array, spec: jax.P, dtype: DTypeLike | None) -> int:
 
 
 def _n_parts(leaf: jax.Array, spec: jax.P, at_least: int) -> int:
-    """The smallest divisor of the leading axis that is `at_least` so large; 1 if it is sharded."""
+    """The smallest divisor of a device's leading axis that is `at_least` so large.
+
+    1 if the sharding of this axis changes.
+    """
     now, then = (_by_dim(s, leaf.ndim) for s in (jax.typeof(leaf).sharding.spec, spec))
-    if at_least == 1 or not leaf.ndim or now[0] or then[0]:
+    if at_least == 1 or not leaf.ndim or now[0] != then[0]:
         return 1
-    size = leaf.shape[0]
+    size = leaf.shape[0] // _n_leading_shards(leaf)
     return next((n for n in range(at_least, size) if size % n == 0), size)
 
 
+def _n_leading_shards(leaf: jax.Array) -> int:
+    """Devices that share the leading axis."""
+    sizes, spec = jax.sharding.get_abstract_mesh().shape, jax.typeof(leaf).sharding.spec
+    return math.prod(sizes[axis] for axis in _by_dim(spec, leaf.ndim)[0])
+
+
 def _split_leading(leaf: jax.Array, n_parts: int) -> jax.Array:
-    """The leading axis, which is not sharded, as two: parts, and the indices of a part."""
-    shape = (n_parts, leaf.shape[0] // n_parts, *leaf.shape[1:])
-    spec = (*jax.typeof(leaf).sharding.spec, *[None] * leaf.ndim)[1 : leaf.ndim]
-    return leaf.reshape(shape, out_sharding=jax.P(None, None, *spec))
+    """[n, ...] as [parts, shards, rows, ...], of the rows that every device has."""
+    first, *rest = (*jax.typeof(leaf).sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+    shape = (_n_leading_shards(leaf), n_parts, -1, *leaf.shape[1:])
+    parts = leaf.reshape(shape, out_sharding=jax.P(first, None, None, *rest))
+    return jnp.moveaxis(parts, 1, 0)
 
 
 def _dtype(leaf: Leaf, dtype: DTypeLike | None) -> DTypeLike:
@@ -217,7 +232,9 @@ def reshape_mesh(mesh: Mesh, *, per_process: bool = False, **sizes: int) -> Resh
     devices = factored.devices[tuple(index)].transpose(dims).reshape(*full.values())
     kinds = (AxisType.Explicit,) * len(MESH_AXES)
     source = {axis: tuple(factors) for axis, factors in _axis_factors(mesh).items()}
-    return Resharding(Mesh(devices, MESH_AXES, axis_types=kinds), factored, source, target)
+    group_bytes = GROUP_BYTES.get(devices.flat[0].platform, GROUP_BYTES_ELSEWHERE)
+    made = Mesh(devices, MESH_AXES, axis_types=kinds)
+    return Resharding(made, factored, source, target, group_bytes)
 
 
 def process_mesh_sizes(mesh: Mesh) -> dict[str, int]:

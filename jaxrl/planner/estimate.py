@@ -163,9 +163,11 @@ def _update_bytes(sizes: Sizes, settings: CandidateSettings) -> float:
         for part in parse_remat(settings.remat).ranges(d.L // sizes.stage)
     )
     chunk = 4 * min(HEAD_CHUNK, local) * d.V / tp
-    work = local * wide * sizes.kept_calls * layers
-    if sizes.fsdp == 1:  # gradients of the micro-batch take the place of the activations
-        work = max(work, sizes.trained * wide)
+    # Weights below adapters have no gradients. Those of the micro-batch take the place of the
+    # unembedding's, in float32, and of the activations.
+    has_gradients = not sizes.adapters
+    head = 4 * has_gradients * sizes.head / tp
+    work = max(local * wide * sizes.kept_calls * layers + head, sizes.trained * wide)
     work += local * wide * WORK_ARRAYS * _product_features(d, tp, sizes.expert)
     work += rule_work_bytes(d, local, tp)
     if chunked:  # products of the other chunks are absent; gradients are summed in float32
@@ -175,10 +177,9 @@ def _update_bytes(sizes: Sizes, settings: CandidateSettings) -> float:
     if sizes.stage > 1:  # the rows before and after all stages; 1F1B's sums of a stage
         work += 2 * sizes.calls * local * wide * stream
         work += 4 * sizes.trained * (settings.pipeline_schedule != "gpipe")
-    head = 4 * sizes.head / tp  # float32 gradient
-    if sizes.fsdp > 1:  # gathered weight
-        head += wide * sizes.head / tp
-    return work + 3 * sizes.layer * wide + chunk + head
+    if sizes.fsdp > 1:
+        work += wide * sizes.head / tp
+    return work + (2 + has_gradients) * sizes.layer * wide + chunk
 
 
 def kept_features(
@@ -229,12 +230,16 @@ def _ffw_products(d: DecoderConfig, expert: int) -> tuple[float, float]:
     up, then their product too; without a gate, up, then its activation too.
     """
 
-    def features(ffn: MLPConfig | MoEConfig) -> int:
-        routed = expert * ffn.top_k * (ffn.F + d.D) if isinstance(ffn, MoEConfig) else 0
-        return routed + ffn.dense_features
+    def features(ffn: MLPConfig | MoEConfig) -> tuple[int, int]:
+        first, every = ((n * ffn.dense_features) for n in (ffn.n_matrices - 1, ffn.n_matrices))
+        if isinstance(ffn, MoEConfig):  # and a token's copies, one per expert, in and out
+            copies = expert * ffn.top_k
+            first += copies * 2 * (ffn.F + d.D)
+            every += copies * (3 * ffn.F + 2 * d.D)
+        return first, every
 
-    found = [(layer.ffn.n_matrices, features(layer.ffn)) for layer in d.layers]
-    return sum((n - 1) * f for n, f in found) / d.L, sum(n * f for n, f in found) / d.L
+    first, every = zip(*(features(layer.ffn) for layer in d.layers), strict=True)
+    return sum(first) / d.L, sum(every) / d.L
 
 
 def _recompute_seconds(

@@ -18,6 +18,7 @@ from jaxrl.learner.state import init_opt_state
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.kv_cache import page_bytes, slot_bytes
+from jaxrl.models.layers.stored import Axes
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params, is_spec, map_specs
 from jaxrl.models.vision.config import TowerConfig
@@ -146,8 +147,8 @@ class ModelFacts:
     params: int
     stored_bytes: float  # of a parameter
     rollout_bytes: float  # of a parameter in the engine
-    optimizer_bytes: float  # of a parameter
-    trained_fraction: float
+    optimizer_bytes: float  # of a trained parameter
+    adapters: Mapping[Axes, int]  # parameters by logical axes
     steps_by_layer: bool
     sequence_bytes: int  # of the KV pages of a sequence of maximum length
     slot_bytes: int  # of the state of a sequence
@@ -214,7 +215,8 @@ class Sizes:
     head: int  # parameters of the unembedding
     gathered: float  # per device with all FSDP shards
     held: float  # per device, sharded
-    trained: float  # of these, what an update changes
+    trained: float  # that an update changes: all, or adapters
+    adapters: float  # trained next to frozen weights
     layer: float  # of one gathered layer
     mlp: float  # of the MLP of one gathered layer
     mlp_chunk: int  # tokens of a chunk of an MLP, 0: all
@@ -251,8 +253,8 @@ class Sizes:
 
     @property
     def held_bytes(self) -> float:
-        """Weights of the compute dtype on a device."""
-        return self.held * self.stored_bytes
+        """Weights of the compute dtype on a device, with adapters."""
+        return self.held * self.stored_bytes + self.adapters * self.item_bytes
 
 
 def _model_facts(job: Job, role: str) -> ModelFacts:
@@ -274,7 +276,7 @@ def _model_facts(job: Job, role: str) -> ModelFacts:
         stored_bytes=stored_bytes_per_param(adapted, dtype),
         rollout_bytes=stored_bytes_per_param(in_engine, dtype),
         optimizer_bytes=optimizer_bytes_per_param(cfg.learner, adapted, dtype),
-        trained_fraction=trained_fraction(adapted),
+        adapters=adapter_params(adapted),
         steps_by_layer=steps_by_layer(cfg.learner, placed),
         sequence_bytes=_sequence_bytes(cfg, decoder, dtype),
         slot_bytes=slot_bytes(decoder, dtype),
@@ -304,7 +306,10 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         rollout_copy = ((params - experts) + experts / group[1]) / group[0]
         kv_shards = group[0]
     held = gathered / (size["fsdp"] * s)
-    trained, tokens = held * facts.trained_fraction, budgets.get(role) or settings.tokens
+    shards = collections.defaultdict(lambda: tp, w_embed=size["fsdp"] * s, experts=e, layers=stage)
+    counts = facts.adapters.items()
+    adapters = math.fsum(n / math.prod(shards[axis] for axis in axes if axis) for axes, n in counts)
+    trained, tokens = adapters or held, budgets.get(role) or settings.tokens
     row = max(cfg.learner.row_lens)
     # Replicas that share the optimizer state, and the gradients.
     sharing, summing = (size["replica"] if settings.zero >= level else 1 for level in (1, 2))
@@ -323,7 +328,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         item_bytes=facts.dtype.itemsize,
         stored_bytes=facts.stored_bytes,
         rollout_bytes=facts.rollout_bytes,
-        optimizer_bytes=held * facts.optimizer_bytes / sharing,
+        optimizer_bytes=trained * facts.optimizer_bytes / sharing,
         gradient_bytes=4 * trained / summing,
         step_parts=d.L if stage == 1 and facts.steps_by_layer else 1,
         active_params=params - experts + active,
@@ -331,6 +336,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         gathered=gathered,
         held=held,
         trained=trained,
+        adapters=adapters,
         layer=layer,
         mlp=(experts / e + mlps) / d.L / tp,
         mlp_chunk=settings.mlp_chunk,
@@ -368,12 +374,12 @@ def n_kept(schedule: str, rows: int, stages: int) -> int:
 def optimizer_bytes_per_param(
     learner: LearnerConfig, decoder: DecoderConfig, dtype: jnp.dtype
 ) -> float:
-    """Mean bytes of moments, master weights and moving average per parameter of the model."""
+    """Mean bytes of moments, master weights and moving average per trained parameter."""
     specs = decoder_specs(dataclasses.replace(decoder, stacked=True, base_dtype=""))
     optimizer = _optimizer(learner, specs)
     params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
     state = jax.eval_shape(lambda params: init_opt_state(params, optimizer), params)
-    return bytes_per_device(state) / count_params(specs)
+    return bytes_per_device(state) / count_params(split(specs)[0])
 
 
 @functools.cache
@@ -388,10 +394,15 @@ def _optimizer(learner: LearnerConfig, specs: Tree) -> Optimizer:
 
 
 @functools.cache
-def trained_fraction(decoder: DecoderConfig) -> float:
-    """Share of the parameters that an update changes."""
+def adapter_params(decoder: DecoderConfig) -> Mapping[Axes, int]:
+    """Trained parameters of adapters by their logical axes; none without adapters."""
+    if decoder.lora is None:
+        return {}
     specs = decoder_specs(dataclasses.replace(decoder, stacked=True, base_dtype=""))
-    return count_params(split(specs)[0]) / count_params(specs)
+    counts = collections.Counter()
+    for spec in jax.tree.leaves(split(specs)[0], is_leaf=is_spec):
+        counts[spec.axes] += math.prod(spec.shape)
+    return counts
 
 
 @functools.cache

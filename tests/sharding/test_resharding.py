@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxrl.planner.compiled.cost import program_cost
+from jaxrl.planner.topology import topology
 from sharding import make_mesh, reshape_mesh
 
 MESHES = [
@@ -92,6 +93,39 @@ def test_sizes_that_do_not_match_the_devices_are_rejected():
 
 
 ONE_LAYER = 64 * 64 * 4  # bytes
+
+
+def test_a_table_keeps_its_rows_in_parts_of_every_shard():
+    """Rows sharded over tensor before and after; a device gathers 16 of its 64 rows at a time."""
+    mesh, spec = make_mesh(fsdp=4, tensor=2), jax.P("tensor", "fsdp")
+    rows = np.arange(128 * 64, dtype=np.float32).reshape(128, 64)
+    table = jax.device_put(rows, NamedSharding(mesh, spec))
+    resharding = reshape_mesh(mesh, replica=4, tensor=2)
+    resharding = dataclasses.replace(resharding, group_bytes=16 * 64 * 4)
+    np.testing.assert_array_equal(resharding.reshard(table, spec), rows)
+    compiled = resharding.lower(table, spec).compile()
+    gathers = program_cost(compiled.as_text() or "", lambda loop: 1).collectives
+    assert {one.kind for one in gathers} == {"all-gather"}
+    assert [one.bytes for one in gathers] == [16 * 64 * 4]
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 64 * 64 * 4
+
+
+@pytest.mark.thorough
+def test_reshards_on_tpu_have_small_temporaries():
+    """Stacks and a table of 3 x 80 and 160 MiB on a device, and arrays of 1 MiB."""
+    pytest.importorskip("libtpu")
+    machine = topology("v5e:2x4")
+    mesh = make_mesh(machine.devices, fsdp=4, tensor=2)
+
+    def leaf(shape: tuple[int, ...], spec: jax.P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, spec))
+
+    specs = [jax.P(None, "tensor", "fsdp")] * 3 + [jax.P("tensor", "fsdp")] * 5
+    shapes = [(4, 8192, 2560)] * 3 + [(65536, 2560)] + [(1024, 1024)] * 4
+    tree = [leaf(shape, spec) for shape, spec in zip(shapes, specs, strict=True)]
+    compiled = reshape_mesh(mesh, replica=4, tensor=2).lower(tree, specs).compile()
+    memory = compiled.memory_analysis()
+    assert memory.output_size_in_bytes > 400 * 2**20 > 20 * memory.temp_size_in_bytes
 
 
 def layers(mesh: jax.sharding.Mesh, n_stacked: int, n_single: int):
