@@ -234,6 +234,8 @@ class TrainingSample:
         bytes, ...
     ] = ()  # hash of the state that each turn answers, if they are compared
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
+    # float32 [response_len], |∇ log π(y_t)|² by the logits, 1 - 2 π(y_t) + Σ π²
+    score_norms: np.ndarray | None = None
     advantages: np.ndarray | None = None  # float32 [response_len]
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss
     selected: np.ndarray | None = None  # bool [response_len], tokens that clip_cov, kl_cov select

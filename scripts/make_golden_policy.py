@@ -79,6 +79,8 @@ VERL_ADVANTAGES: list[tuple[dict[str, Any], str]] = [
     ({"advantage": "opo"}, "opo"),
     ({"advantage": "remax"}, "remax"),
     ({"advantage": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline"),
+    ({"advantage": "optimal_token_baseline"}, "optimal_token_baseline"),  # without observations
+    ({"advantage": "optimal_token_baseline"}, "tir_optimal_token_baseline"),
 ]
 # keys of config.algorithm: arguments of TRL
 TRL_LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -146,6 +148,7 @@ def make_batch() -> dict[str, np.ndarray]:
         "values": around(np.zeros((N, T)), 1.0),
         "old_values": around(np.zeros((N, T)), 1.0),
         "returns": around(np.zeros((N, T)), 1.0),
+        "collisions": np.exp(around(np.full((N, T), -1.5), 0.3)),  # Σ π² of the old policy
     }
 
 
@@ -153,9 +156,18 @@ ARRAYS = make_batch()
 BATCH = {name: torch.from_numpy(array) for name, array in ARRAYS.items()}
 MASK = BATCH["mask"]
 GROUPS = np.arange(N) // SAMPLES
-TOKEN_REWARDS = torch.zeros_like(MASK)
-for row, score in enumerate(ARRAYS["scores"]):
-    TOKEN_REWARDS[row, np.flatnonzero(ARRAYS["mask"][row])[-1]] = score
+IN_RESPONSE = torch.from_numpy((np.arange(T) < ARRAYS["lengths"][:, None]).astype(float))
+
+
+def last_rewards(mask: torch.Tensor) -> torch.Tensor:
+    """The score of each response at its last token of `mask`, [N, T]."""
+    found = torch.zeros_like(mask)
+    for row, score in enumerate(ARRAYS["scores"]):
+        found[row, np.flatnonzero(mask[row].numpy())[-1]] = score
+    return found
+
+
+TOKEN_REWARDS = last_rewards(MASK)
 
 
 def bounds(keys: dict[str, Any]) -> tuple[float, float]:
@@ -204,6 +216,15 @@ def verl_advantages(keys: dict[str, Any], name: str) -> torch.Tensor:
         ]
     if name == "remax":
         return function(**arguments, reward_baselines=BATCH["baselines"])[0]
+    if name.endswith("optimal_token_baseline"):
+        mask = IN_RESPONSE if name == "optimal_token_baseline" else MASK
+        return function(
+            last_rewards(mask),
+            mask,
+            GROUPS,
+            old_log_probs=BATCH["old_logp"],
+            sum_pi_squared=BATCH["collisions"],
+        )[0]
     if name in ("grpo", "grpo_vectorized"):
         arguments["norm_adv_by_std_in_grpo"] = config.norm_adv_by_std_in_grpo
     return function(**arguments, index=GROUPS, config=config)[0]

@@ -26,6 +26,8 @@ from trl.experimental.orpo import ORPOTrainer  # pyright: ignore[reportMissingIm
 CHOSEN_LENS, REJECTED_LENS = (3, 5, 2, 4), (4, 2, 5, 4)
 N, T = len(CHOSEN_LENS), max(CHOSEN_LENS + REJECTED_LENS)
 MASK = np.arange(T) < np.array(CHOSEN_LENS + REJECTED_LENS)[:, None]
+# log Σ π² at every token, which TRL's WPO weights read
+COLLISIONS = -np.random.default_rng(1).exponential(1.0, MASK.shape).astype(np.float32)
 MPO = {"more_losses": ["bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
 # keys of config.preference: arguments of TRL
 DPO: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -50,6 +52,12 @@ DPO: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"loss": "dpo", "ld_alpha": 0.0}, {"loss_types": ["sigmoid"]}),
     ({"loss": "ipo", "ipo_reduction": "mean", "ld_alpha": 0.3}, {"loss_types": ["ipo"]}),
     ({"loss": "aot", "ld_alpha": 0.5}, {"loss_types": ["aot"]}),
+    ({"loss": "dpo", "weighted": True}, {"loss_types": ["sigmoid"]}),
+    (
+        {"loss": "ipo", "ipo_reduction": "mean", "more_losses": ["bco_pair"]}
+        | {"loss_weights": [0.8, 0.2], "weighted": True},
+        {"loss_types": ["ipo", "bco_pair"]},
+    ),
     ({"loss": "dpo", "f_divergence": "forward_kl"}, {"loss_types": ["sigmoid"]}),
     ({"loss": "hinge", "f_divergence": "js"}, {"loss_types": ["hinge"]}),
     ({"loss": "dpo", "f_divergence": "js"}, {"loss_types": ["sigmoid"]}),
@@ -76,6 +84,16 @@ CPO: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"loss": "simpo", "beta": 2.0, "more_losses": ["sft"], "loss_weights": [1.0, 0.7]},
         {"loss_type": "simpo", "cpo_alpha": 0.7},
     ),
+    ({"loss": "cpo_hinge", "beta": 0.5}, {"loss_type": "hinge", "cpo_alpha": 1.0}),
+    (
+        {"loss": "cpo_ipo", "ipo_reduction": "mean", "cpo_alpha": 0.5},
+        {"loss_type": "ipo", "cpo_alpha": 0.5},
+    ),
+    ({"loss": "cpo", "alphapo_alpha": 0.1}, {"loss_type": "sigmoid", "cpo_alpha": 1.0}),
+    (
+        {"loss": "simpo", "beta": 2.0, "alphapo_alpha": 0.25},
+        {"loss_type": "simpo", "cpo_alpha": 0.0},
+    ),
 ]
 LABELS = [True, False, True, True, False, True, False, False]  # of all completions
 LABELLED = [
@@ -99,7 +117,8 @@ class Given(torch.nn.Module):
         logp = self.logp
         if kwargs.get("fused_lm_head"):
             zeros = torch.zeros_like(logp)
-            extra = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs"), zeros)
+            extra = dict.fromkeys(("entropy", "mean_logits"), zeros)
+            extra["log_sum_sq_probs"] = torch.from_numpy(COLLISIONS)
             return SimpleNamespace(log_probs=logp, is_top1=zeros > 0, **extra)
         # A vocabulary of two tokens; all targets are token 1. The last position has no target.
         other = torch.log(-torch.expm1(logp))
@@ -131,7 +150,7 @@ def dpo_loss(keys: dict[str, Any], theirs: dict[str, Any], model: Given, referen
         loss_weights=keys.get("loss_weights") or [1.0] * len(theirs["loss_types"]),
         beta=keys.get("beta", 0.1),
         label_smoothing=keys.get("label_smoothing", 0.0),
-        use_weighting=False,
+        use_weighting=keys.get("weighted", False),
         _metrics={"train": collections.defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,
@@ -235,7 +254,8 @@ def main() -> None:
         cases.append(case(keys, dpo_loss(keys, theirs, model, Given(reference)), model))
     inside = np.where(MASK, policy, np.float32(-1.0))  # those outside are ignored, but finite
     for keys, theirs in CPO:
-        settings = theirs | {"alpha": 0.0, "beta": keys.get("beta", 0.1)}
+        settings = theirs | {"beta": keys.get("beta", 0.1)}
+        settings |= {"alpha": keys.get("alphapo_alpha", 0.0)}
         settings |= {"label_smoothing": keys.get("label_smoothing", 0.0)}
         settings |= {"simpo_gamma": keys.get("simpo_gamma", 0.5)}
         model = Given(inside)
@@ -253,6 +273,7 @@ def main() -> None:
         "trl": trl.__version__,
         "policy": ragged(policy),
         "reference": ragged(reference),
+        "collisions": ragged(COLLISIONS),
         "cases": cases,
         "labelled": {"labels": LABELS, "mismatched": kl.tolist(), "cases": labelled},
         "rewards": reward_cases(rng),

@@ -161,6 +161,28 @@ def grpo_passk(rewards: Groups, *, norm_adv_by_std: bool = True, eps: float = 1e
     return _float32(np.eye(r.shape[1])[best] * gain[:, None])
 
 
+def online_dpo(task_groups: Groups, kl_penalties: Groups, *, kl_coef: float) -> Groups:
+    """n β σ(-(m_best - m_worst)) for a group's best response, minus that for its worst, else 0.
+
+    m = β log π / π_ref is the KL penalty of a response (`kl_penalties`), β = `kl_coef`. At a sum
+    over tokens and a mean over responses, -A log π has the gradient of the DPO loss of the best
+    and the worst response, as a mean over groups: online DPO (https://arxiv.org/abs/2402.04792).
+    `task_groups` are the rewards without the penalty; a group of equal rewards gives zeros. Raises
+    ValueError for groups of one sample.
+    """
+    _check_groups("online_dpo", task_groups)
+    r, margins = task_groups.astype(np.float64), kl_penalties.astype(np.float64)
+    groups, n = np.arange(len(r)), _counts(r)[:, 0]
+    best, worst = np.nanargmax(r, axis=1), np.nanargmin(r, axis=1)
+    differ = r[groups, best] > r[groups, worst]
+    distance = np.clip(margins[groups, best] - margins[groups, worst], -500.0, 500.0)
+    slope = np.where(differ, n * kl_coef / (1.0 + np.exp(distance)), 0.0)
+    result = np.zeros(r.shape)
+    result[groups, best] += slope
+    result[groups, worst] -= slope
+    return _float32(result)
+
+
 def gigpo(
     rewards: Groups,
     places: tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]],
@@ -251,6 +273,40 @@ def distill(token_kl_rewards: Tokens, mask: Tokens, *, gamma: float) -> Tokens:
     no whitening and no task reward.
     """
     return _float32(_discounted(token_kl_rewards * mask, gamma) * mask)
+
+
+def optimal_token_baseline(
+    rewards: Groups,
+    places: tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]],
+    token_rewards: Tokens,
+    score_norms: Tokens,
+    mask: Tokens,
+) -> Tokens:
+    """A_t = G_t - B_t with B_t = Σ_i W_it G_it / Σ_i W_it over the group, G_t = Σ_{s >= t} r_s.
+
+    W_t = Σ_{s <= t} w_s with w = 1 - 2 π + Σ π² (`score_norms`), the squared norm of the score
+    function by the logits: the baseline of least variance at each token. The optimal token baseline
+    (https://arxiv.org/abs/2602.07078); verl's optimal_token_baseline and, for episodes of several
+    turns, tir_optimal_token_baseline. Beyond the length of all others, the longest response has no
+    baseline, as in verl. `places` are (group, sample) of each response in `rewards`, which only
+    says which samples there are. Raises ValueError for groups of one sample.
+    """
+    _check_groups("optimal_token_baseline", rewards)
+    returns = _discounted(token_rewards * mask, 1.0)
+    energy = np.cumsum(score_norms.astype(np.float64) * mask, axis=1) * mask
+    result = np.zeros(returns.shape)
+    for group in np.unique(places[0]):
+        rows = np.flatnonzero(places[0] == group)
+        inside, weight = mask[rows] > 0, energy[rows]
+        compared = inside.sum(axis=0) > 1
+        # Relative to the group's lowest return, so that equal returns cancel exactly.
+        lowest = np.where(inside, returns[rows], np.inf).min(axis=0)
+        lowest = np.where(compared, lowest, 0.0)
+        relative = np.where(inside, returns[rows] - lowest, 0.0)
+        total = np.maximum(weight.sum(axis=0), 1e-8)
+        baseline = np.where(compared, (weight * relative).sum(axis=0) / total, 0.0)
+        result[rows] = relative - baseline
+    return _float32(result * mask)
 
 
 def gae(
@@ -355,10 +411,19 @@ ADVANTAGES = {
         needs_group=True,
     ),
     "flash_reinforce": Advantage(flash_reinforce, ("rewards",)),
+    "online_dpo": Advantage(
+        online_dpo, ("task_groups", "kl_penalties"), ("kl_coef",), needs_group=True
+    ),
     "gigpo": Advantage(
         gigpo,
         ("rewards", "places", "turn_rewards", "turn_anchors", "token_turns", "mask"),
         ("gamma", "turn_weight", "norm_adv_by_std"),
+        level="token",
+        needs_group=True,
+    ),
+    "optimal_token_baseline": Advantage(
+        optimal_token_baseline,
+        ("rewards", "places", "token_rewards", "score_norms", "mask"),
         level="token",
         needs_group=True,
     ),

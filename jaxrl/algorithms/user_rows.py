@@ -143,6 +143,8 @@ def _call_advantage(row: Advantage, cfg: AlgorithmConfig) -> list[str]:
     inputs |= {name: _values(1, (n,)) for name in ("task_rewards", "baselines")}
     inputs |= {name: _values(2, (n, T)) for name in ("token_rewards", "token_kl_rewards", "values")}
     inputs["mask"] = np.ones((n, T), np.float32)
+    inputs |= {"task_groups": _values(0, groups), "kl_penalties": _values(4, groups)}
+    inputs["score_norms"] = np.ones((n, T), np.float32)
     inputs |= {"reward_parts": _values(3, (2, *groups)), "reward_weights": np.ones(2)}
     result = apply(row, inputs, cfg)
     shape, text = (groups, "[P, n]") if row.level == "response" else ((n, T), "[N, T]")

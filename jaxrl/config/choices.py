@@ -42,18 +42,23 @@ ADVANTAGES = (
     "max_rl",
     "gdpo",
     "flash_reinforce",
+    "online_dpo",
     "gigpo",
+    "optimal_token_baseline",
     "gae",
     "distill",
 )
 TURN_ADVANTAGES = ("gigpo",)  # one advantage per turn, compared with other samples of the prompt
 # One advantage per token, from token rewards; all others give a response one advantage.
 DISCOUNTED_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill", *TURN_ADVANTAGES)
-TOKEN_ADVANTAGES = (*DISCOUNTED_ADVANTAGES, "remax")  # remax: equal without a KL in the reward
+BASELINE_ADVANTAGES = ("optimal_token_baseline",)  # a baseline for each token, from the group
+# remax: equal without a KL in the reward
+TOKEN_ADVANTAGES = (*DISCOUNTED_ADVANTAGES, *BASELINE_ADVANTAGES, "remax")
 BATCH_ADVANTAGES = ("flash_reinforce",)  # compares all samples of a step
 GROUP_ADVANTAGES = (
     *(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, *BATCH_ADVANTAGES)),
     *TURN_ADVANTAGES,
+    *BASELINE_ADVANTAGES,
 )
 BRANCH_CREDITS = ("all", "last")
 POLICY_LOSSES = (
@@ -138,15 +143,20 @@ PREFERENCE_LOSSES = (
     "apo_down",
     "discopop",
     "kto",
+    "bco",
     "apo_zero_unpaired",
     "simpo",
     "cpo",
+    "cpo_hinge",
+    "cpo_ipo",
     "orpo",
 )
 PREFERENCE_TERMS = (*PREFERENCE_LOSSES, "sft")  # of a sum of losses
-REFERENCE_FREE_LOSSES = ("simpo", "cpo", "orpo", "sft")
-LABELLED_LOSSES = ("kto", "apo_zero_unpaired")  # of answers with a label, which are no pairs
+CPO_LOSSES = ("cpo", "cpo_hinge", "cpo_ipo")
+REFERENCE_FREE_LOSSES = ("simpo", *CPO_LOSSES, "orpo", "sft")
+LABELLED_LOSSES = ("kto", "bco", "apo_zero_unpaired")  # of answers with a label, which are no pairs
 MEAN_LOSSES = ("dpo_norm", "simpo", "orpo")  # of means over the tokens of an answer
+IPO_LOSSES = ("ipo", "cpo_ipo")  # of sums or means
 SMOOTHED_LOSSES = ("dpo", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo")
 # Those of a difference of log ratios, for which f-DPO's derivation holds
 F_DIVERGENCE_LOSSES = ("dpo", "dpo_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")

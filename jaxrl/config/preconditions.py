@@ -6,11 +6,19 @@ table below; scripts/pages/combinations.py prints the matrix of docs/reference/a
 
 import dataclasses
 
-from jaxrl.config.choices import ADVANTAGES, DISCOUNTED_ADVANTAGES, FULL_KLS, KLS
+from jaxrl.config.choices import (
+    ADVANTAGES,
+    BASELINE_ADVANTAGES,
+    DISCOUNTED_ADVANTAGES,
+    FULL_KLS,
+    KLS,
+)
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.schema import is_import_path
 
-RESPONSE_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in DISCOUNTED_ADVANTAGES)
+RESPONSE_ADVANTAGES = tuple(
+    a for a in ADVANTAGES if a not in (*DISCOUNTED_ADVANTAGES, *BASELINE_ADVANTAGES)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +130,16 @@ PRECONDITIONS: dict[str, dict[str, tuple[Requires, ...]]] = {
         ),
         "gdpo": (
             _no_kl_in_reward("it normalizes each reward apart, and the KL is in none of them"),
+        ),
+        "online_dpo": (
+            Requires(
+                "kl_in",
+                ("reward",),
+                "its margins are the KL penalties of the responses",
+                "set algorithm.kl_in='reward'",
+                refused=True,
+            ),
+            _aggregation("seq_mean_token_sum", "DPO's loss is of the logprobs of whole responses"),
         ),
     },
     "policy_loss": {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.kernels.logprob import TokenScores, token_scores, top_k_logp
+from jaxrl.kernels.logprob import TokenScores, collision_logp, token_scores, top_k_logp
 from jaxrl.kernels.logprob.divergence import of_top_k
 from jaxrl.learner.policy_objective import (
     Coefs,
@@ -70,6 +70,22 @@ def score_top_k(
         hidden,
         params.unembed,
         cfg.algorithm.kl_top_k,
+        change=params.head_change(hidden, rules),
+        mask=batch.mask,
+        **_head(params, cfg, rules),
+    )
+
+
+@jax.named_scope("score")
+def score_collision(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(logp of the targets, log Σ π² over the vocabulary), as `score_tokens`."""
+    hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")
+    return collision_logp(
+        hidden,
+        params.unembed,
+        batch.targets,
         change=params.head_change(hidden, rules),
         mask=batch.mask,
         **_head(params, cfg, rules),

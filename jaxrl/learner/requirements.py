@@ -1,5 +1,6 @@
 """Which logprobs and models an algorithm needs, so that nothing else is computed or kept."""
 
+from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.kl import KL_ESTIMATORS, KLEstimator
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
@@ -38,9 +39,23 @@ def policy_is_teacher(cfg: RunConfig) -> bool:
     return bool(settings.context) and settings.teacher == "policy"
 
 
+def needs_score_norms(cfg: RunConfig) -> bool:
+    """Whether the advantages need the norm of the policy's score function at every token."""
+    row = lookup(ADVANTAGES, cfg.algorithm.advantage, "algorithm.advantage")
+    return "score_norms" in row.inputs
+
+
+def needs_collision(cfg: RunConfig) -> bool:
+    """Whether the policy's scoring also gives Σ π² over the vocabulary."""
+    return needs_score_norms(cfg) or cfg.preference.weighted
+
+
 def needs_policy_logp(cfg: RunConfig) -> bool:
-    """Whether the policy is scored before the updates of a step: as the old one, or the teacher."""
-    return needs_old_logp(cfg) or policy_is_teacher(cfg)
+    """Whether the policy is scored in a step before its updates.
+
+    As the old policy, as the teacher, or for the norms of its score function.
+    """
+    return needs_old_logp(cfg) or policy_is_teacher(cfg) or needs_score_norms(cfg)
 
 
 def needs_ref(cfg: RunConfig) -> bool:

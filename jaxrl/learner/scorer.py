@@ -15,7 +15,15 @@ from jaxrl.data.routing import all_experts, join_packed_experts
 from jaxrl.data.support import join_packed
 from jaxrl.layout import Layout, training_rules
 from jaxrl.learner.image_encoder import ImageEncoder
-from jaxrl.learner.step import call_queue, make_score, make_top_k, put_batch, take_tokens
+from jaxrl.learner.requirements import needs_collision
+from jaxrl.learner.step import (
+    call_queue,
+    make_collision,
+    make_score,
+    make_top_k,
+    put_batch,
+    take_tokens,
+)
 from jaxrl.models.router_replay import routing_shape
 from jaxrl.runtime.flat_program import flatten
 from jaxrl.types import Batch, Tree
@@ -47,9 +55,11 @@ class Scorer:
         self.encoder = encoder
         self.records, self.replays = replay == "R2", replay == "R3"
         self.keeps_entropy = cfg.algorithm.top_entropy < 1.0
-        self.most_likely = most_likely
+        self.keeps_second = most_likely or self.keeps_entropy or needs_collision(cfg)
         if most_likely:
             self.score = make_top_k(cfg, layout.rules)
+        elif needs_collision(cfg):
+            self.score = make_collision(cfg, layout.rules)
         else:
             self.score = make_score(cfg, layout.rules, records=self.records)
         self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
@@ -77,6 +87,15 @@ class Scorer:
         on_batch: Callable[[], None] = lambda: None,
     ) -> list[tuple[np.ndarray, ...]]:
         """(ids, logprobs) [B, T, k] of each micro-batch, if the scorer is one of `most_likely`."""
+        return self._scores(params, batches, on_batch)
+
+    def with_collisions(
+        self,
+        params: Tree,
+        batches: Sequence[Batch],
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[tuple[np.ndarray, ...]]:
+        """(logprobs, log Σ π² over the vocabulary) [B, T], if the algorithm reads the second."""
         return self._scores(params, batches, on_batch)
 
     def with_old_logp(
@@ -109,7 +128,7 @@ class Scorer:
     def _scores(
         self, params: Tree, batches: Sequence[Batch], on_batch: Callable[[], None]
     ) -> list[tuple[np.ndarray, ...]]:
-        """(logprobs [B, T], entropies [B, T] and experts [B, T, L, k] if kept) of each batch."""
+        """(logprobs, a second field and experts [B, T, L, k] if kept) [B, T] of each batch."""
         if not self.of_training:
             return self._score(params, batches, on_batch)
         with self.layout.weights(params) as resharded:
@@ -143,8 +162,7 @@ class Scorer:
                     calls.make_room()
                     on_batch()
                     first, second, *experts = self.score(flat, put(joined))
-                    keeps_second = self.most_likely or self.keeps_entropy
-                    kept = [first, *([second] if keeps_second else []), *experts]
+                    kept = [first, *([second] if self.keeps_second else []), *experts]
                     calls.add(functools.partial(read, group, n_joined, kept))
         return [found[i] for i in range(len(batches))]
 

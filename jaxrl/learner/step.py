@@ -24,6 +24,7 @@ from jaxrl.learner.loss import (
     loss_gradients,
     policy_objective,
     score_and_record,
+    score_collision,
     score_tokens,
     score_top_k,
     score_values,
@@ -137,6 +138,11 @@ def make_score(cfg: RunConfig, rules: Rules, *, records: bool = False) -> FlatPr
 def make_top_k(cfg: RunConfig, rules: Rules) -> FlatProgram:
     """Compiled top_k(params, batch) -> (ids, logp) [B, T, k] before the targets."""
     return _score_program(score_top_k, cfg, rules)
+
+
+def make_collision(cfg: RunConfig, rules: Rules) -> FlatProgram:
+    """Compiled collision(params, batch) -> (logp, log Σ π²) [B, T] of the targets."""
+    return _score_program(score_collision, cfg, rules)
 
 
 def _score_program(score: Callable[..., Any], cfg: RunConfig, rules: Rules) -> FlatProgram:

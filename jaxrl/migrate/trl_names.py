@@ -140,7 +140,8 @@ PREFERENCES = {  # loss_type of DPO: preference.loss
     "discopop": "discopop",
     "sft": "sft",
 }
-REFERENCE_FREE = {"sigmoid": "cpo", "simpo": "simpo"}  # loss_type of CPO
+# loss_type of CPO
+REFERENCE_FREE = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}
 # Losses of DPO that read label_smoothing; TRL ignores it for the others
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 DIVERGENCES = {
@@ -155,7 +156,5 @@ OFFLINE_NEUTRAL: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         "older TRL's term of chosen answers is a loss here; set preference.more_losses=('sft',)",
         ("preference.more_losses",),
     ),
-    "use_weighting": (False, "jaxrl does not weight pairs", ()),
     "sync_ref_model": (False, "the reference of preference pairs is the initial policy", ()),
-    "alpha": (0.0, "jaxrl's SimPO and CPO have no AlphaPO transformation", ()),
 }

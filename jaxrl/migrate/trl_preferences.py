@@ -22,6 +22,7 @@ def dpo(found: Migration) -> None:
         found.carry("discopop_tau", "preference.discopop_tau")
     if found.get("ld_alpha") is not None:
         found.carry("ld_alpha", "preference.ld_alpha", float)
+    found.carry("use_weighting", "preference.weighted")
     divergence = str(found.get("f_divergence_type", "reverse_kl")).rpartition(".")[2].lower()
     found.config["preference.f_divergence"] = DIVERGENCES.get(divergence, divergence)
     if divergence == "alpha_divergence":
@@ -47,12 +48,18 @@ def kto(found: Migration) -> None:
 def cpo(found: Migration) -> None:
     """CPO, and SimPO with the term of chosen answers as another loss."""
     name, alpha = str(found.get("loss_type")), float(found.number("cpo_alpha", 1.0))
+    if name == "alphapo":  # TRL's name of SimPO without the term of chosen answers
+        name, alpha = "simpo", 0.0
     if name not in REFERENCE_FREE:
         found.refuse("loss_type", f"jaxrl has {', '.join(REFERENCE_FREE)}", "preference.loss")
         return
     found.config["preference.loss"] = REFERENCE_FREE[name]
-    found.carry("label_smoothing", "preference.label_smoothing", float)
-    if name == "sigmoid":
+    if name == "ipo":
+        found.config["preference.ipo_reduction"] = "mean"
+    found.carry("alpha", "preference.alphapo_alpha", float)
+    if name in ("sigmoid", "simpo"):
+        found.carry("label_smoothing", "preference.label_smoothing", float)
+    if name != "simpo":
         found.config["preference.cpo_alpha"] = alpha
         return
     found.carry("simpo_gamma", "preference.simpo_gamma", float)

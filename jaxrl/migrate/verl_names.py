@@ -113,6 +113,7 @@ EPISODES = {
 }
 
 ADVANTAGES = {name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk")}
+ADVANTAGES |= {f"{kind}optimal_token_baseline": "optimal_token_baseline" for kind in ("", "tir_")}
 ADVANTAGES |= {f"{name}_vectorized": name for name in ("grpo", "rloo")}
 ADVANTAGES |= {
     f"reinforce_plus_plus{end}": f"reinforce_plus_plus{end}" for end in ("", "_baseline")

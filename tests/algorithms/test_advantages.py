@@ -1,5 +1,7 @@
 """Advantages on hand-made rewards, and against a slow reference over random episodes."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,13 +18,16 @@ from jaxrl.algorithms.advantages import (
     grpo_batch_std,
     grpo_passk,
     max_rl,
+    online_dpo,
     opo,
+    optimal_token_baseline,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
     rloo,
     whiten,
 )
+from jaxrl.algorithms.losses.preference import dpo
 
 MISSING = float("nan")
 
@@ -299,6 +304,15 @@ def gigpo_of(r):
     return found.reshape(r.shape)
 
 
+def optimal_token_baseline_of(r):
+    """`optimal_token_baseline` of responses of one token, whose gradients have equal norms."""
+    places = np.nonzero(~np.isnan(r))
+    ones = np.ones((len(places[0]), 1), np.float32)
+    found = np.full(r.shape, np.nan, np.float32)
+    found[places] = optimal_token_baseline(r, places, r[places][:, None], ones, ones)[:, 0]
+    return found
+
+
 def gdpo_of(r):
     """`gdpo` of two rewards with different spreads, whose order is that of their sum."""
     return gdpo(r, np.stack([r, 3 * r]), np.array([1.0, 0.5]))
@@ -309,6 +323,8 @@ GROUPS = {
     "max_rl": max_rl,
     "gdpo": gdpo_of,
     "gigpo": gigpo_of,
+    "online_dpo": lambda r: online_dpo(r, np.zeros(r.shape), kl_coef=1.0),
+    "optimal_token_baseline": optimal_token_baseline_of,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
@@ -331,6 +347,32 @@ def test_advantages_of_a_group_are_ordered_by_reward(name):
 @pytest.mark.parametrize("name", GROUPS)
 def test_equal_rewards_give_no_advantage_even_if_their_mean_is_rounded(name):
     assert not GROUPS[name](np.full((2, 3), 0.1, np.float32)).any()
+
+
+def test_online_dpo_has_the_gradient_of_dpo_on_the_best_and_the_worst_response():
+    # m = β log π / π_ref: m_best - m_worst = 1.0 - 0.3; 3 β σ(-0.7) = 0.497718 with β = 0.5; the
+    # second group has equal rewards
+    task = rewards([0, 2, 1], [1, 1, 1])
+    margins = np.array([[0.3, 1.0, 9.0], [5.0, 1.0, 2.0]])
+    found = online_dpo(task, margins, kl_coef=0.5)
+    np.testing.assert_allclose(found, [[-0.497718, 0.497718, 0], [0, 0, 0]], rtol=1e-5)
+    # the mean over three responses of -A log π, against the loss of the pair
+    ratios = jnp.array([1.0, 0.3]) / 0.5
+    slope = jax.grad(lambda r: dpo(r[:1], r[1:], beta=0.5)[0])(ratios)
+    np.testing.assert_allclose(slope, [-found[0, 1] / 3, -found[0, 0] / 3], rtol=1e-5)
+    far = np.array([[2000.0, 0.0, 0.0], [0.0] * 3])
+    assert online_dpo(task, far, kl_coef=0.5)[0, 1] == 1.5
+
+
+def test_the_optimal_token_baseline_weighs_returns_by_the_energy_so_far():
+    # rewards 1 and 0 at the ends; W = 1, 3 and 1, 2, 4: B_1 = 1 / 2, B_2 = 3 / (3 + 2) = 3/5; the
+    # third token of the second response is compared with none, so that its return stays: 0
+    norms = np.array([[1, 2, 9], [1, 1, 2]], np.float32)
+    mask = np.array([[1, 1, 0], [1, 1, 1]], np.float32)
+    token_rewards = np.array([[0, 1, 0], [0, 0, 0]], np.float32)
+    places = np.array([0, 0]), np.array([0, 1])
+    found = optimal_token_baseline(rewards([1, 0]), places, token_rewards, norms, mask)
+    np.testing.assert_allclose(found, [[0.5, 0.4, 0], [-0.5, -0.6, 0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "max_rl"])

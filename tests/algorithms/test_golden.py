@@ -18,6 +18,7 @@ from jaxrl.trainer.phases.advantage import add_advantages
 from tests.algorithms.responses import (
     BATCH,
     GOLDEN,
+    IN_RESPONSE,
     LENGTHS,
     MASK,
     MICRO_BATCHES,
@@ -75,16 +76,28 @@ def test_losses_and_gradients(case):
 
 @pytest.mark.parametrize("case", GOLDEN["advantages"], ids=names(GOLDEN["advantages"]))
 def test_advantages(case):
-    samples = [
-        dataclasses.replace(sample(i), values=ROWS["values"][i, : LENGTHS[i]].astype(np.float32))
-        for i in range(N)
-    ]
+    whole = case["function"] == "verl optimal_token_baseline"  # which is for single turns
+    norms = 1.0 - 2.0 * np.exp(ROWS["old_logp"]) + ROWS["collisions"]
+    samples = [with_fields(i, norms, whole) for i in range(N)]
     cfg = AlgorithmConfig(**case["keys"])
     penalties = [np.zeros(n, np.float32) for n in LENGTHS]
     scores, baselines = ROWS["scores"], ROWS["baselines"]
     found = add_advantages(samples, scores, cfg, penalties=penalties, baselines=baselines)
     rows = np.stack([np.pad(s.advantages, (0, T - len(s.tokens))) for s in found])
-    np.testing.assert_allclose(rows, np.array(case["values"]) * MASK, rtol=1e-5, atol=1e-6)
+    mask = IN_RESPONSE if whole else MASK
+    np.testing.assert_allclose(rows, np.array(case["values"]) * mask, rtol=1e-5, atol=1e-6)
+
+
+def with_fields(i, norms, whole):
+    """Response i with what the estimators read; `whole`: without observations."""
+    inside = slice(LENGTHS[i])
+    one = sample(i)
+    return dataclasses.replace(
+        one,
+        values=ROWS["values"][i, inside].astype(np.float32),
+        score_norms=norms[i, inside].astype(np.float32),
+        loss_mask=np.ones(LENGTHS[i], bool) if whole else one.loss_mask,
+    )
 
 
 @pytest.mark.parametrize("case", GOLDEN["corrections"], ids=names(GOLDEN["corrections"]))

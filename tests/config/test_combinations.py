@@ -32,8 +32,12 @@ EVERY_RESPONSE_ADVANTAGE = (
     "max_rl",
     "gdpo",
     "flash_reinforce",
+    "online_dpo",
 )
-EACH_TOKEN_ADVANTAGE = ("gae", "reinforce_plus_plus", "distill", "gigpo")
+EACH_TOKEN_ADVANTAGE = (
+    *("gae", "reinforce_plus_plus", "distill", "gigpo"),
+    "optimal_token_baseline",
+)
 # (key, names, other key, names): every other pair is accepted.
 REFUSED = [
     ("policy_loss", RESPONSE_LOSSES, "advantage", EACH_TOKEN_ADVANTAGE),
@@ -43,6 +47,9 @@ REFUSED = [
     # one needs rewards of 0 or more, the other reads each reward apart; k1 has no other place
     ("advantage", ("max_rl", "gdpo"), "kl_in", ("reward",)),
     ("advantage", ("max_rl", "gdpo"), "kl", ("k1",)),
+    # its margins are the KL penalties
+    ("advantage", ("online_dpo",), "kl_in", ("loss",)),
+    ("advantage", ("online_dpo",), "kl", [kl for kl in KLS if kl not in ("k1", "k1+")]),
     ("policy_loss", ("vespo",), "correction", ("token_tis", "seq_tis", "icepop", "seq_icepop")),
     ("correction", ("token_tis", "seq_tis", "icepop", "seq_icepop"), "old_logp", ("rollout",)),
 ]
@@ -55,6 +62,13 @@ WARNED = [
         EACH_SEQUENCE,
         "aggregation",
         ("token_mean", "token_sum", "seq_mean_token_sum_norm"),
+    ),
+    ("advantage", ("online_dpo",), "policy_loss", ("gmpo", "sapo")),
+    (
+        "advantage",
+        ("online_dpo",),
+        "aggregation",
+        [name for name in AGGREGATIONS if name != "seq_mean_token_sum"],
     ),
     # with gspo it is LUSPO
     ("policy_loss", ("gmpo", "sapo"), "aggregation", ("seq_mean_token_sum",)),

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.json_text import parse_json
 from jaxrl.kernels import logprob
-from jaxrl.kernels.logprob import divergence, token_scores, top_k_logp
+from jaxrl.kernels.logprob import collision_logp, divergence, token_scores, top_k_logp
 from jaxrl.kernels.logprob.reference import head_logits
 from sharding import make_mesh
 from tests.kernels.test_logprob import RULES, assert_close, problem, value_and_grad
@@ -188,3 +188,22 @@ def test_the_divergence_of_the_most_likely_ids_is_that_of_trls_sdpo(one_device, 
         return divergence.of_top_k(of_logits(logits, ids=ids).of_ids, logq, case["beta"])
 
     assert_same_as_trl(case, loss)
+
+
+@pytest.mark.parametrize("sizes", [{}, MESH], ids=str)
+def test_logprob_and_collision_probability_equal_the_naive_form(sizes):
+    inputs, _ = problem()
+    mask = jnp.asarray(np.arange(inputs["targets"].size).reshape(inputs["targets"].shape) % 5 != 2)
+    with jax.set_mesh(make_mesh()):
+        logits = head_logits(inputs["hidden"], inputs["unembed"], **HEAD)
+        logp = jax.nn.log_softmax(logits)
+        chosen = jnp.take_along_axis(logp, inputs["targets"][..., None], axis=-1)[..., 0]
+        want = chosen, jnp.log(jnp.exp(2 * logp).sum(-1))
+    with jax.set_mesh(make_mesh(**sizes)):
+        names = ("hidden", "unembed", "targets")
+        given = placed({name: inputs[name] for name in names})
+        keep = jax.reshard(mask.astype(jnp.float32), RULES.spec("batch", "time"))
+        head = dict(temperature=0.7, logit_softcap=3.0, chunk=7, rules=RULES)
+        found = jax.jit(lambda keep, **k: collision_logp(**k, **head, mask=keep))(keep, **given)
+    for a, b in zip(want, found, strict=True):
+        np.testing.assert_allclose(b, np.where(mask, a, 0.0), rtol=1e-5, atol=1e-6)

@@ -97,10 +97,6 @@ def test_the_dtype_is_that_of_computation_and_the_order_that_of_the_sampler(
         ("sft", "loss_type: dft"),
         ("dpo", "label_smoothing: 0.1"),
         ("dpo", "loss_type: sft"),
-        ("dpo", "use_weighting: true"),
-        ("kto", "loss_type: bco"),
-        ("cpo", "loss_type: hinge"),
-        ("cpo", "alpha: 0.3"),
         ("sft", "fp16: true"),
     ],
 )
@@ -145,6 +141,10 @@ def test_reward_functions_and_unknown_losses_are_refused():
             "apo_zero_unpaired",
         ),
         ("cpo", "jaxrl.dpo", "cpo_alpha: 0.5", "preference.cpo_alpha", 0.5),
+        ("cpo", "jaxrl.dpo", "loss_type: hinge", "preference.loss", "cpo_hinge"),
+        ("cpo", "jaxrl.dpo", "alpha: 0.3", "preference.alphapo_alpha", 0.3),
+        ("cpo", "jaxrl.dpo", "loss_type: alphapo\nalpha: 0.3", "preference.loss", "simpo"),
+        ("dpo", "jaxrl.dpo", "use_weighting: true", "preference.weighted", True),
         (
             "cpo",
             "jaxrl.dpo",

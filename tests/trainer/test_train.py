@@ -350,6 +350,18 @@ def test_two_rewards_apart_train_the_tokens_of_large_entropy_in_a_sum(tiny_confi
 
 
 @pytest.mark.thorough
+def test_the_optimal_token_baseline_reads_the_scoring_of_the_policy(tiny_config):
+    tiny_config.total_steps = 2
+    tiny_config.rollout.n, tiny_config.data.prompts_per_step = 4, 2
+    tiny_config.reward.functions = (f"{__file__}:length",)
+    tiny_config.algorithm.advantage = "optimal_token_baseline"
+    assert train(resolve(tiny_config))
+    lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
+    assert len(lines) == 2 and all(line["optim/grad_norm"] > 0 for line in lines)
+    assert all(line["time/old_log_prob_s"] > 0 for line in lines)
+
+
+@pytest.mark.thorough
 def test_adaptive_coefficients_dynamic_sampling_and_curriculum_resume_bitwise(
     tiny_config, two_layers, tmp_path
 ):

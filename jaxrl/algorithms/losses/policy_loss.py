@@ -202,9 +202,8 @@ def dppo_tv(
     """
     change = jnp.abs(jnp.exp(logp) - jnp.exp(logp - log_ratio))
     kept = _in_trust_region(change, log_ratio, advantages, clip_low, clip_high)
-    return _truncated(log_ratio, logp, advantages, ratio_max) * kept + _penalty(
-        log_ratio, log_ratio_penalty
-    )
+    weighted = kept * _truncated(log_ratio, ratio_max) * advantages
+    return dro(log_ratio, logp, weighted, log_ratio_penalty=log_ratio_penalty)
 
 
 def dppo_kl(
@@ -226,9 +225,8 @@ def dppo_kl(
     others, old_others = (jnp.maximum(-jnp.expm1(x), 1e-8) for x in (logp, old_logp))
     divergence = -jnp.exp(old_logp) * log_ratio + old_others * jnp.log(old_others / others)
     kept = _in_trust_region(divergence, log_ratio, advantages, clip_low, clip_high)
-    return _truncated(log_ratio, logp, advantages, ratio_max) * kept + _penalty(
-        log_ratio, log_ratio_penalty
-    )
+    weighted = kept * _truncated(log_ratio, ratio_max) * advantages
+    return dro(log_ratio, logp, weighted, log_ratio_penalty=log_ratio_penalty)
 
 
 def dro(
@@ -279,9 +277,9 @@ def _in_trust_region(divergence, log_ratio, advantages, low: float, high: float)
     return 1.0 - stop_gradient(left.astype(jnp.float32))
 
 
-def _truncated(log_ratio, logp, advantages, ratio_max: float):
-    weight = stop_gradient(jnp.minimum(jnp.exp(log_ratio), ratio_max))
-    return policy_gradient(logp, weight * advantages)
+def _truncated(log_ratio, ratio_max: float):
+    """The ratio, at most `ratio_max`, as a weight without gradient."""
+    return stop_gradient(jnp.minimum(jnp.exp(log_ratio), ratio_max))
 
 
 def _penalty(log_ratio, coef: float):

@@ -10,6 +10,7 @@ logprob: see `advantages`. So the two completions of a pair may be in different 
 micro-batches, and the learner does not know about pairs.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -206,6 +207,44 @@ def kto(
         )
 
     return 0.5 * (each(chosen, True) + each(rejected, False))
+
+
+def bco(
+    chosen: Float[Array, " N"],
+    rejected: Float[Array, " N"],
+    shift: float | Float[Array, ""],
+    *,
+    beta: float,
+    chosen_weight: float,
+    rejected_weight: float,
+) -> Float[Array, " N"]:
+    """Mean of -λ_D log σ(β (r_chosen - z)) and -λ_U log σ(-β (r_rejected - z)): BCO.
+
+    https://arxiv.org/abs/2404.04656, a binary classifier of single completions with the reward
+    shift δ = β z; z = `shift` is the running mean of r over all completions, without gradient.
+    """
+    weights = dict(chosen_weight=chosen_weight, rejected_weight=rejected_weight)
+    good, bad = (jnp.full(chosen.shape, label) for label in (True, False))
+    each = functools.partial(bco_labelled, beta=beta, shift=shift, **weights)
+    return 0.5 * (each(chosen, good) + each(rejected, bad))
+
+
+def bco_labelled(
+    ratio: Float[Array, " N"],
+    desirable: Bool[Array, " N"],
+    *,
+    beta: float,
+    shift: float | Float[Array, ""],
+    chosen_weight: float,
+    rejected_weight: float,
+) -> Float[Array, " N"]:
+    """-λ_D log σ(β (r - z)) or -λ_U log σ(-β (r - z)) of each completion: BCO.
+
+    As `bco`, for completions that are no pairs; N counts completions.
+    """
+    sign = jnp.where(desirable, 1.0, -1.0)
+    weight = jnp.where(desirable, chosen_weight, rejected_weight)
+    return -weight * jax.nn.log_sigmoid(beta * sign * (ratio - shift))
 
 
 def apo_zero_unpaired(

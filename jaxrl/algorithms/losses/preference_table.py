@@ -5,7 +5,7 @@ The functions of preference.py and reference_free.py say what they take by name:
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxrl.algorithms.losses import preference, reference_free
 from jaxrl.algorithms.table import apply, lookup
-from jaxrl.config.choices import MEAN_LOSSES, REFERENCE_FREE_LOSSES
+from jaxrl.config.choices import IPO_LOSSES, MEAN_LOSSES, REFERENCE_FREE_LOSSES
 from jaxrl.config.keys import PreferenceConfig
 
 MAX_EXPONENT = 80.0  # of f-divergences, whose powers of π_ref / π exceed float32 beyond
@@ -40,7 +40,8 @@ class PairLogps:
     ratio: Array  # float32 [2N], log π / π_ref; log π without a reference model
     reference: Array  # float32 [2N], log π_ref; 0 without a reference model
     n_tokens: Array  # float32 [2N]
-    kl: Array  # float32 [], KTO's z
+    shift: Array  # float32 [], subtracted from ratios: KTO's and BCO's z
+    weights: Array | float = 1.0  # float32 [N], factor of each pair's loss (WPO)
 
     @property
     def policy(self) -> Float[Array, " M"]:
@@ -50,6 +51,7 @@ class PairLogps:
 ONE_SIDE, BOTH_SIDES = ("chosen_logp", "chosen_len"), ("chosen_logp", "rejected_logp")
 REFERENCES = ("chosen_ref_logp", "rejected_ref_logp")
 SMOOTHED = ("beta", "label_smoothing")
+CPO, ALPHA = (*BOTH_SIDES, "chosen_len"), ("alphapo_alpha",)
 LOSSES = {
     "dpo": PreferenceLoss(preference.dpo, hyper_parameters=SMOOTHED),
     "dpo_norm": PreferenceLoss(preference.dpo),
@@ -70,17 +72,26 @@ LOSSES = {
         ("chosen", "rejected", "kl"),
         ("beta", "chosen_weight", "rejected_weight"),
     ),
+    "bco": PreferenceLoss(
+        preference.bco,
+        ("chosen", "rejected", "shift"),
+        ("beta", "chosen_weight", "rejected_weight"),
+    ),
     "apo_zero_unpaired": PreferenceLoss(
         preference.apo_zero_unpaired,
         hyper_parameters=("beta", "chosen_weight", "rejected_weight"),
     ),
     "simpo": PreferenceLoss(
-        reference_free.simpo, hyper_parameters=("beta", "simpo_gamma", "label_smoothing")
+        reference_free.simpo, hyper_parameters=("beta", "simpo_gamma", *ALPHA, "label_smoothing")
     ),
     "cpo": PreferenceLoss(
-        reference_free.cpo,
-        (*BOTH_SIDES, "chosen_len"),
-        ("beta", "cpo_alpha", "label_smoothing"),
+        reference_free.cpo, CPO, ("beta", "cpo_alpha", *ALPHA, "label_smoothing")
+    ),
+    "cpo_hinge": PreferenceLoss(reference_free.cpo_hinge, CPO, ("beta", "cpo_alpha", *ALPHA)),
+    "cpo_ipo": PreferenceLoss(
+        reference_free.cpo_ipo,
+        ("chosen", "rejected", *ONE_SIDE),
+        ("beta", "cpo_alpha", *ALPHA),
     ),
     "orpo": PreferenceLoss(reference_free.orpo, ("chosen", "rejected", *ONE_SIDE)),
     "sft": PreferenceLoss(reference_free.sft, ONE_SIDE, ()),
@@ -88,12 +99,25 @@ LOSSES = {
 
 
 def weighted_losses(logps: PairLogps, cfg: PreferenceConfig) -> Float[Array, " N"]:
-    """The sum of the configured losses of each pair, times their weights."""
+    """The sum of the configured losses of each pair, times their weights and the pair's."""
     total = jnp.zeros(len(logps.ratio) // 2)
     for name, weight in cfg.terms:
         row = lookup(LOSSES, name, "preference.loss")
         total += weight * apply(row, _inputs(name, logps, cfg), cfg)
-    return total
+    return total * logps.weights
+
+
+def pair_weights(
+    logps: Sequence[np.ndarray], collisions: Sequence[np.ndarray]
+) -> Float[np.ndarray, " N"]:
+    """w(chosen) w(rejected) with w(y) = exp(1/|y| Σ_t (log π(y_t) - log Σ π²)): WPO, eq. 2.
+
+    https://arxiv.org/abs/2406.11827: about 1 for answers that the policy would sample itself. The
+    logprobs and log Σ π² are those of the tokens of the chosen answers, then of the rejected ones.
+    """
+    pairs = zip(logps, collisions, strict=True)
+    means = [(logp - square).mean() if len(logp) else 0.0 for logp, square in pairs]
+    return np.exp(np.add(*np.split(np.array(means, np.float64), 2))).astype(np.float32)
 
 
 def log_ratios(name: str, logps: PairLogps, cfg: PreferenceConfig) -> Float[Array, " M"]:
@@ -102,7 +126,7 @@ def log_ratios(name: str, logps: PairLogps, cfg: PreferenceConfig) -> Float[Arra
         ratio = logps.policy
     else:
         ratio = divergence_scores(logps.ratio, cfg.f_divergence, cfg.f_alpha)
-    is_mean = name in MEAN_LOSSES or (name == "ipo" and cfg.ipo_reduction == "mean")
+    is_mean = name in MEAN_LOSSES or (name in IPO_LOSSES and cfg.ipo_reduction == "mean")
     return ratio / logps.n_tokens if is_mean else ratio
 
 
@@ -114,7 +138,7 @@ def _inputs(name: str, logps: PairLogps, cfg: PreferenceConfig) -> dict[str, Arr
         "_ref_logp": logps.reference,
         "_len": logps.n_tokens,
     }
-    found = {"kl": logps.kl}
+    found = dict.fromkeys(("kl", "shift"), logps.shift)
     for suffix, both in sides.items():
         found["chosen" + suffix], found["rejected" + suffix] = jnp.split(both, 2)
     return found

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl.algorithms.losses.preference import dpo
+from jaxrl.algorithms.losses.preference import dpo, hinge, ipo
+
+MAX_EXPONENT = 80.0  # of AlphaPO's powers of 1 / p, which exceed float32 beyond
 
 
 def sft(chosen_logp: Float[Array, " N"], chosen_len: Float[Array, " N"]) -> Float[Array, " N"]:
@@ -25,12 +27,15 @@ def simpo(
     *,
     beta: float,
     simpo_gamma: float,
+    alphapo_alpha: float = 0.0,
     label_smoothing: float,
 ) -> Float[Array, " N"]:
     """-log σ(β (l_chosen - l_rejected) - γ), l = log π(y|x) / |y|: SimPO, eq. 6.
 
-    https://arxiv.org/abs/2405.14734. Label smoothing as in `dpo`.
+    https://arxiv.org/abs/2405.14734. Label smoothing as in `dpo`. With `alphapo_alpha`, l is
+    `alpha_reward` of it.
     """
+    chosen, rejected = (alpha_reward(x, alphapo_alpha) for x in (chosen, rejected))
     shifted = chosen - simpo_gamma / beta
     return dpo(shifted, rejected, beta=beta, label_smoothing=label_smoothing)
 
@@ -42,15 +47,54 @@ def cpo(
     *,
     beta: float,
     cpo_alpha: float,
+    alphapo_alpha: float = 0.0,
     label_smoothing: float,
 ) -> Float[Array, " N"]:
     """-log σ(β (log π(chosen) - log π(rejected))) + α sft: CPO.
 
     https://arxiv.org/abs/2401.08417, with α = 1; the `sft` term is a mean over tokens as in TRL.
-    Label smoothing as in `dpo`.
+    Label smoothing as in `dpo`. With `alphapo_alpha`, the first term compares `alpha_reward`s.
     """
-    prefer = dpo(chosen_logp, rejected_logp, beta=beta, label_smoothing=label_smoothing)
+    rewards = (alpha_reward(x, alphapo_alpha) for x in (chosen_logp, rejected_logp))
+    prefer = dpo(*rewards, beta=beta, label_smoothing=label_smoothing)
     return prefer + cpo_alpha * sft(chosen_logp, chosen_len)
+
+
+def cpo_hinge(
+    chosen_logp: Float[Array, " N"],
+    rejected_logp: Float[Array, " N"],
+    chosen_len: Float[Array, " N"],
+    *,
+    beta: float,
+    cpo_alpha: float,
+    alphapo_alpha: float = 0.0,
+) -> Float[Array, " N"]:
+    """max(0, 1 - β (log π(chosen) - log π(rejected))) + α sft: `cpo` with `hinge`.
+
+    With β = 1 / δ it is δ times smaller than SLiC-HF's calibration loss of margin δ, eq. 2
+    (https://arxiv.org/abs/2305.10425).
+    """
+    rewards = (alpha_reward(x, alphapo_alpha) for x in (chosen_logp, rejected_logp))
+    return hinge(*rewards, beta=beta) + cpo_alpha * sft(chosen_logp, chosen_len)
+
+
+def cpo_ipo(
+    chosen: Float[Array, " N"],
+    rejected: Float[Array, " N"],
+    chosen_logp: Float[Array, " N"],
+    chosen_len: Float[Array, " N"],
+    *,
+    beta: float,
+    cpo_alpha: float,
+    alphapo_alpha: float = 0.0,
+) -> Float[Array, " N"]:
+    """(log π(chosen) - log π(rejected) - 1 / (2 β))² + α sft: `cpo` with `ipo`.
+
+    The square is IPO's, eq. 17 of https://arxiv.org/abs/2310.12036, with a uniform reference; as
+    for `ipo`, sums over tokens or, as in TRL, means.
+    """
+    rewards = (alpha_reward(x, alphapo_alpha) for x in (chosen, rejected))
+    return ipo(*rewards, beta=beta) + cpo_alpha * sft(chosen_logp, chosen_len)
 
 
 def orpo(
@@ -68,6 +112,13 @@ def orpo(
     """
     log_odds = _log_odds(chosen) - _log_odds(rejected)
     return sft(chosen_logp, chosen_len) - beta * jax.nn.log_sigmoid(log_odds)
+
+
+def alpha_reward(logp: Float[Array, " N"], alpha: float) -> Float[Array, " N"]:
+    """(1 - p^-α) / α of log p, and log p for α = 0: AlphaPO (https://arxiv.org/abs/2501.03884)."""
+    if not alpha:
+        return logp
+    return -jnp.expm1(jnp.minimum(-alpha * logp, MAX_EXPONENT)) / alpha
 
 
 def _log_odds(logp: Float[Array, " N"]) -> Float[Array, " N"]:

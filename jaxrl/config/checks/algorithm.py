@@ -2,6 +2,7 @@
 
 from jaxrl.config.checks.kl import kl_errors, teacher_errors
 from jaxrl.config.choices import (
+    BASELINE_ADVANTAGES,
     DISCOUNTED_ADVANTAGES,
     GROUP_ADVANTAGES,
     MASKING_CORRECTIONS,
@@ -151,6 +152,18 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             "response and averages them; set algorithm.kl_in='loss', or "
             "algorithm.policy_loss='gspo_token'"
         )
+    if name == "online_dpo" and not algorithm.kl_coef:
+        errors.append(
+            "algorithm.advantage='online_dpo' needs beta, the weight of its log ratios to the "
+            "reference, but algorithm.kl_coef=0.0; set for example algorithm.kl_coef=0.1"
+        )
+    if name == "online_dpo" and algorithm.kl_target:
+        errors.append(
+            f"algorithm.kl_target={algorithm.kl_target} changes algorithm.kl_coef, which is the "
+            "fixed beta of algorithm.advantage='online_dpo'; set algorithm.kl_target=0.0"
+        )
+    if name in BASELINE_ADVANTAGES:
+        errors += _score_norm_errors(run)
     users_own = is_import_path(name)
     if algorithm.gamma != 1.0 and name not in DISCOUNTED_ADVANTAGES and not users_own:
         errors.append(
@@ -180,6 +193,23 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             "has no values; set algorithm.lam=1.0, or algorithm.advantage='gae'"
         )
     return errors
+
+
+def _score_norm_errors(run: RunConfig) -> list[str]:
+    """What else would use the second result of the scoring, or changes its distribution."""
+    others = {
+        "algorithm.top_entropy": (run.algorithm.top_entropy, 1.0),
+        "algorithm.keep_sampling_mask": (run.algorithm.keep_sampling_mask, False),
+    }
+    if run.learner.router_replay == "R2":
+        others["learner.router_replay"] = ("R2", "off")
+    return [
+        f"{key}={value!r} does not go together with algorithm.advantage="
+        f"{run.algorithm.advantage!r}, whose scoring returns Σ π² over the vocabulary; set "
+        f"{key}={neutral!r}"
+        for key, (value, neutral) in others.items()
+        if value != neutral
+    ]
 
 
 def _reward_errors(run: RunConfig) -> list[str]:

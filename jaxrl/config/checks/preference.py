@@ -1,7 +1,9 @@
 """Rules between the keys of preference optimization."""
 
 from jaxrl.config.choices import (
+    CPO_LOSSES,
     F_DIVERGENCE_LOSSES,
+    IPO_LOSSES,
     LABELLED_LOSSES,
     PREFERENCE_LOSSES,
     REFERENCE_FREE_LOSSES,
@@ -12,9 +14,10 @@ from jaxrl.config.keys import PreferenceConfig, RunConfig
 # Losses that read a key: with none of them, another value than the default has no effect.
 READERS = {
     "label_smoothing": SMOOTHED_LOSSES,
-    "ipo_reduction": ("ipo",),
+    "ipo_reduction": IPO_LOSSES,
     "simpo_gamma": ("simpo",),
-    "cpo_alpha": ("cpo",),
+    "cpo_alpha": CPO_LOSSES,
+    "alphapo_alpha": ("simpo", *CPO_LOSSES),
     "discopop_tau": ("discopop",),
     "chosen_weight": LABELLED_LOSSES,
     "rejected_weight": LABELLED_LOSSES,
@@ -32,6 +35,7 @@ def preference_errors(run: RunConfig) -> list[str]:
         *_divergence_errors(preference),
         *_length_errors(preference),
         *_reference_errors(run),
+        *_weight_errors(preference),
     ]
 
 
@@ -147,6 +151,17 @@ def _reference_errors(run: RunConfig) -> list[str]:
     return [
         f"learner.offload={run.learner.offload}, but {_named(run.preference)} loads no reference "
         "model; leave out 'reference'"
+    ]
+
+
+def _weight_errors(preference: PreferenceConfig) -> list[str]:
+    """Weights of pairs need losses of a pair each."""
+    whole = [n for n in preference.names if n in (*LABELLED_LOSSES, "aot", "aot_unpaired")]
+    if not preference.weighted or not whole:
+        return []
+    return [
+        f"preference.weighted=True weights pairs, but the loss {whole[0]} compares answers without "
+        "a pair or ranks of a whole batch; set preference.loss='dpo', or preference.weighted=False"
     ]
 
 

@@ -288,8 +288,8 @@ class PreferenceConfig:
     )
     ipo_reduction: str = key(
         "sum",
-        "ipo: log ratio of an answer as the sum over its tokens (the paper's equation) or as their "
-        "mean (the paper's experiments according to TRL, and TRL's ipo)",
+        "ipo, cpo_ipo: log ratio of an answer as the sum over its tokens (the paper's equation) or "
+        "as their mean (the paper's experiments according to TRL, and TRL's ipo)",
         choices=IPO_REDUCTIONS,
     )
     f_divergence: str = key(
@@ -306,11 +306,24 @@ class PreferenceConfig:
         ge=0,
         le=1,
     )
+    weighted: bool = key(
+        False,
+        "Weight each pair by how likely both of its answers are under the policy (WPO)",
+    )
+    alphapo_alpha: float = key(
+        0.0,
+        "simpo, cpo: exponent of the reward (1 - p^-alpha) / alpha in place of log p (AlphaPO); "
+        "0 = log p",
+    )
     simpo_gamma: float = key(0.5, "simpo: margin between the scaled mean logprobs", ge=0)
-    cpo_alpha: float = key(1.0, "cpo: weight of the term of chosen answers", ge=0)
+    cpo_alpha: float = key(
+        1.0, "cpo, cpo_hinge, cpo_ipo: weight of the term of chosen answers", ge=0
+    )
     discopop_tau: float = key(0.05, "discopop: temperature of the modulation", gt=0)
-    chosen_weight: float = key(1.0, "kto, apo_zero_unpaired: weight of chosen answers", gt=0)
-    rejected_weight: float = key(1.0, "kto, apo_zero_unpaired: weight of rejected answers", gt=0)
+    chosen_weight: float = key(1.0, "kto, bco, apo_zero_unpaired: weight of chosen answers", gt=0)
+    rejected_weight: float = key(
+        1.0, "kto, bco, apo_zero_unpaired: weight of rejected answers", gt=0
+    )
     margin_weight: float = key(
         0.0,
         "Reward models: factor of the column `margin`, by which the chosen answer's score must "

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxrl.kernels.logprob.chunked import Head, chunked_logprob, token_logp
+from jaxrl.kernels.logprob.collision import chunked_collision
 from jaxrl.kernels.logprob.reference import HeadChange
 from jaxrl.kernels.logprob.top_k import chunked_top_k
 from sharding import Rules, target_platform
 
-__all__ = ["TokenScores", "token_logp", "token_scores", "top_k_logp"]
+__all__ = ["TokenScores", "collision_logp", "token_logp", "token_scores", "top_k_logp"]
 
 # Chunks of tokens per step of the backward pass; 4 on TPU. On CPU one chunk is large enough for the
 # matrix products, and larger blocks waste time on more rows without a token. On GPU all tokens are
@@ -129,10 +130,37 @@ def top_k_logp(
     The arguments are those of `token_scores`. Zeros where `mask` is 0.
     """
     head = Head(temperature, logit_softcap, chunk, rules, False, False, False)
+    return chunked_top_k(head, k, *_resharded(rules, hidden, unembed, change, mask))
+
+
+def collision_logp(
+    hidden: Float[Array, "B T D"],
+    unembed: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    change: HeadChange | None = None,
+    temperature: float,
+    logit_softcap: float | None = None,
+    chunk: int,
+    rules: Rules,
+    mask: Float[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(log p(target), log Σ p² over the vocabulary) of every token, without gradient.
+
+    The arguments are those of `token_scores`. Zeros where `mask` is 0.
+    """
+    head = Head(temperature, logit_softcap, chunk, rules, False, False, False)
+    xs, ws, keep = _resharded(rules, hidden, unembed, change, mask)
+    targets = jax.reshard(targets, rules.spec("batch", "time"))
+    return chunked_collision(head, xs, ws, targets, keep)
+
+
+def _resharded(rules: Rules, hidden, unembed, change: HeadChange | None, mask):
+    """(xs, ws, keep) of the kernels without gradient."""
     keep = jax.reshard(mask > 0, rules.spec("batch", "time"))
     hidden, unembed = _reshard(rules, hidden, unembed)
     changes = () if change is None else _reshard_change(rules, *change)
-    return chunked_top_k(head, k, (hidden, *changes[:1]), (unembed, *changes[1:]), keep)
+    return (hidden, *changes[:1]), (unembed, *changes[1:]), keep
 
 
 def _reshard(rules: Rules, hidden, unembed):

@@ -240,7 +240,7 @@ def _chunk_stats(head: Head, logits, y, ref_x, ref_w, bits=None):
     if head.single_pass:
         return _single_pass_stats(head, logits, y)
     top, total, e = softmax_parts(logits, axes)
-    logp = _pick(head, logits, y) - top - jnp.log(total)
+    logp = pick(head, logits, y) - top - jnp.log(total)
     norm = top + jnp.log(total)
     zero = jnp.zeros_like(logp)
     entropy = kl = log_mass = ref_norm = zero
@@ -268,12 +268,12 @@ def _chunk_stats(head: Head, logits, y, ref_x, ref_w, bits=None):
 def _single_pass_stats(head: Head, logits, y):
     """`_chunk_stats` of logprob and entropy alone."""
     top, total, weighted = softmax_moments(logits, head.vocab_axes)
-    logp = _pick(head, logits, y) - top - jnp.log(total)
+    logp = pick(head, logits, y) - top - jnp.log(total)
     zero = jnp.zeros_like(logp)
     return logp, jnp.log(total) - weighted / total, zero, zero, top + jnp.log(total), zero
 
 
-def _pick(head: Head, logits, y):
+def pick(head: Head, logits, y):
     """logits[i, y[i]], from the device whose vocabulary shard contains y[i]."""
     v = logits.shape[1]
     if not head.vocab_axes:

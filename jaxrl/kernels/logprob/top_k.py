@@ -1,14 +1,11 @@
 """The k most likely ids of every token, without a [tokens, vocab] array."""
 
-import functools
-import math
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.logprob.chunked import Head, Kept, gather_weight, vocab_start
+from jaxrl.kernels.logprob.chunk_map import chunk_map
+from jaxrl.kernels.logprob.chunked import Head, vocab_start
 from jaxrl.kernels.logprob.softmax import softmax_parts
 
 
@@ -19,35 +16,13 @@ def chunked_top_k(
 
     Arguments as in `chunked_logprob`. Ties go to the smaller id.
     """
-    rows, tokens, x_specs, w_specs, *_ = head.specs(len(xs), 0)
-    local = jax.shard_map(
-        functools.partial(_local_top_k, head, k),
-        in_specs=(x_specs, w_specs, tokens),
-        out_specs=(rows, rows),
-        check_vma=False,
-    )
-    ids, logp = local(xs, ws, keep)
-    return ids, logp
 
-
-def _local_top_k(head: Head, k: int, xs, ws, keep):
-    n = keep.size
-    c = max(math.ceil(n / math.ceil(n / head.chunk)), 2)
-    kept = Kept.of(keep, c)
-    rows = [kept.rows(x) for x in xs]
-    ws = (gather_weight(head, ws[0]), *ws[1:])
-
-    def chunk(i, carry):
-        logits = head.logits([lax.dynamic_slice_in_dim(x, i * c, c) for x in rows], ws)
+    def largest(logits):
         top, total, _ = softmax_parts(logits, head.vocab_axes)
         values, ids = _largest(head, logits, k)
-        found = ids, values - (top + jnp.log(total))[:, None]
-        pairs = zip(carry, found, strict=True)
-        return tuple(lax.dynamic_update_slice(old, new, (i * c, 0)) for old, new in pairs)
+        return ids, values - (top + jnp.log(total))[:, None]
 
-    start = tuple(jnp.zeros((len(kept.order), k), dtype) for dtype in (jnp.int32, jnp.float32))
-    found = lax.fori_loop(0, -(-kept.count // c), chunk, start)
-    ids, logp = (kept.back(a, keep) for a in found)
+    ids, logp = chunk_map(head, largest, (((k,), jnp.int32), ((k,), jnp.float32)), xs, ws, keep)
     return ids, logp
 
 

@@ -16,6 +16,7 @@ from jaxrl.algorithms.losses.preference_table import (
     PairLogps,
     length_weights,
     log_ratios,
+    pair_weights,
     weighted_losses,
 )
 from jaxrl.config.choices import LABELLED_LOSSES
@@ -31,15 +32,21 @@ from jaxrl.trainer.offline.objective import (
     OfflineObjective,
     OfflineRun,
     logps,
+    token_fields,
 )
 from jaxrl.trainer.offline.unpaired import (
     as_labelled,
     labelled_metrics,
     labelled_samples,
     measure_labelled,
+    running_shift,
     with_prompts,
 )
-from jaxrl.trainer.phases.experience import policy_logps, reference_logps
+from jaxrl.trainer.phases.experience import (
+    policy_collisions,
+    policy_logps,
+    reference_logps,
+)
 from jaxrl.types import Demonstration, TrainingSample
 
 
@@ -61,7 +68,7 @@ def make_samples(
     """
     if (pairs := all_pairs(items)) is None:
         return labelled_samples(run, as_labelled(items))
-    cfg, measured = run.core.cfg.preference, measure(run, pairs)
+    cfg, measured = run.core.cfg.preference, measure(run, pairs, trains=True)
     losses, slopes = losses_and_slopes(measured.logps, cfg)
     parts = zip(measured.completions, slopes, measured.token_weights, strict=True)
     # The learner divides by the number of completions; a pair has two.
@@ -85,23 +92,36 @@ def all_pairs(items: Sequence[Pair | Labelled]) -> list[Pair] | None:
     return pairs if len(pairs) == len(items) else None
 
 
-def measure(run: OfflineRun, pairs: Sequence[Pair]) -> MeasuredPairs:
-    """Scores the pairs with the policy, and with the reference if a loss has one."""
+def measure(run: OfflineRun, pairs: Sequence[Pair], *, trains: bool = False) -> MeasuredPairs:
+    """Scores the pairs with the policy, and with the reference if a loss has one.
+
+    `trains`: the running mean of BCO includes them.
+    """
     cfg, completions = run.core.cfg.preference, completions_of(pairs)
     others = mismatched(pairs, run.core.cfg.data.max_len) if cfg.loss == "kto" else []
     n_tokens = np.array([d.n_loss_tokens for d in completions])
     weights = length_weights(n_tokens, cfg.ld_alpha)
-    policy = logps(run.core, [*completions, *others], policy_logps)
+    of_pairs = np.ones(len(pairs), np.float32)
+    if cfg.weighted:
+        policy, collisions = token_fields(run.core, completions, policy_collisions)
+        of_pairs = pair_weights(policy, collisions)
+    else:
+        policy = logps(run.core, [*completions, *others], policy_logps)
     reference = [np.zeros_like(logp) for logp in policy]
     if cfg.has_reference:
         reference = logps(run.core, [*completions, *others], reference_logps)
     ratio = [p - q for p, q in zip(policy, reference, strict=True)]
     mismatch = [r.sum() for r in ratio[len(completions) :]]
+    of_completions = _weighted_sums(ratio, weights)
+    shift = max(float(np.mean(mismatch)), 0.0) if mismatch else 0.0
+    if cfg.loss == "bco":
+        shift = running_shift(run, np.asarray(of_completions), trains=trains)
     sums = PairLogps(
-        ratio=_weighted_sums(ratio, weights),
+        ratio=of_completions,
         reference=_weighted_sums(reference, weights),
         n_tokens=jnp.asarray(n_tokens, jnp.float32),
-        kl=jnp.float32(max(float(np.mean(mismatch)), 0.0) if mismatch else 0.0),
+        shift=jnp.float32(shift),
+        weights=jnp.asarray(of_pairs),
     )
     return MeasuredPairs(completions, weights, sums)
 

@@ -124,6 +124,21 @@ def logps(
 
     `score` is policy_logps or reference_logps.
     """
+    (found,) = token_fields(
+        core, demonstrations, lambda core, batches: [(logp,) for logp in score(core, batches)]
+    )
+    return found
+
+
+def token_fields(
+    core: Core,
+    demonstrations: Sequence[Demonstration],
+    score: Callable[[Core, Sequence[Batch]], list[tuple[np.ndarray, ...]]],
+) -> list[list[np.ndarray]]:
+    """The fields that `score` gives for each batch, at the loss tokens of each demonstration."""
     packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg, core.learner.n_ranks)
-    found = gather(score(core, [p.batch for p in packed]), packed)
-    return [logp[d.loss_mask] for d, logp in zip(demonstrations, found, strict=True)]
+    fields = zip(*score(core, [p.batch for p in packed]), strict=True)
+    return [
+        [x[d.loss_mask] for d, x in zip(demonstrations, gather(list(field), packed), strict=True)]
+        for field in fields
+    ]

@@ -1,4 +1,4 @@
-"""KTO and APO-zero of completions with a label as an objective of the RL learner."""
+"""KTO, BCO and APO-zero of completions with a label as an objective of the RL learner."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.losses.preference import kto_labelled
+from jaxrl.algorithms.losses.preference import bco_labelled, kto_labelled
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.images.mrope import continue_text
 from jaxrl.data.preferences import Labelled, Pair
@@ -22,7 +22,7 @@ class Measured:
 
     ratio: np.ndarray  # float32 [N], log π / π_ref summed over the tokens
     desirable: np.ndarray  # bool [N]
-    kl: float  # the estimate z; 0 for APO-zero
+    shift: float  # z: the estimate of the KL, BCO's running mean; 0 for APO-zero
     beta: float
     loss: Callable[[Array], Array]  # of ratio [N] -> loss of each completion [N]
 
@@ -43,18 +43,21 @@ def labelled_samples(
     run: OfflineRun, items: Sequence[Labelled]
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The completions as samples, whose advantages give the gradient of the mean loss."""
-    measured = measure_labelled(run, items)
+    measured = measure_labelled(run, items, trains=True)
     slope = jax.grad(lambda ratio: measured.loss(ratio).sum())(jnp.asarray(measured.ratio))
     each = zip(items, (-np.asarray(slope)).tolist(), strict=True)
     samples = [to_sample(item.completion, advantage) for item, advantage in each]
     return samples, labelled_metrics(measured)
 
 
-def measure_labelled(run: OfflineRun, items: Sequence[Labelled]) -> Measured:
-    """The log ratios of the completions and the estimate of the KL.
+def measure_labelled(
+    run: OfflineRun, items: Sequence[Labelled], *, trains: bool = False
+) -> Measured:
+    """The log ratios of the completions and what the loss subtracts from them.
 
-    The KL is max(0, mean log ratio) over the completions, each with the prompt of the next one
-    (section 4.1, https://arxiv.org/abs/2402.01306), and 0 for a single completion or APO-zero.
+    That is for KTO an estimate of the KL, max(0, mean log ratio) over the completions, each with
+    the prompt of the next one (section 4.1, https://arxiv.org/abs/2402.01306), and 0 for a single
+    completion. For BCO see `running_shift`.
     """
     cfg, n = run.core.cfg.preference, len(items)
     has_kl = cfg.loss == "kto" and n > 1
@@ -65,19 +68,28 @@ def measure_labelled(run: OfflineRun, items: Sequence[Labelled]) -> Measured:
     )
     scored = [*completions, *(others if has_kl else [])]
     ratio = log_ratios(run, scored)
-    kl = max(float(ratio[n:].mean()), 0.0) if has_kl else 0.0
+    shift = max(float(ratio[n:].mean()), 0.0) if has_kl else 0.0
+    if cfg.loss == "bco":
+        shift = running_shift(run, ratio, trains=trains)
 
     def loss(ratio: Array) -> Array:
-        return kto_labelled(
-            ratio,
-            jnp.asarray(desirable),
-            beta=cfg.beta,
-            kl=kl,
-            chosen_weight=cfg.chosen_weight,
-            rejected_weight=cfg.rejected_weight,
-        )
+        labels = jnp.asarray(desirable)
+        weights = dict(chosen_weight=cfg.chosen_weight, rejected_weight=cfg.rejected_weight)
+        if cfg.loss == "bco":
+            return bco_labelled(ratio, labels, beta=cfg.beta, shift=shift, **weights)
+        return kto_labelled(ratio, labels, beta=cfg.beta, kl=shift, **weights)
 
-    return Measured(ratio[:n], desirable, kl, cfg.beta, loss)
+    return Measured(ratio[:n], desirable, shift, cfg.beta, loss)
+
+
+def running_shift(run: OfflineRun, ratio: np.ndarray, *, trains: bool) -> float:
+    """The mean log ratio of all completions so far, for BCO; `trains` adds these, [N].
+
+    The run's moments of rewards hold it, so that checkpoints contain it.
+    """
+    if trains:
+        run.core.reward_scale = run.core.reward_scale.including(ratio)
+    return run.core.reward_scale.mean
 
 
 def log_ratios(run: OfflineRun, completions: Sequence[Demonstration]) -> np.ndarray:
@@ -88,7 +100,7 @@ def log_ratios(run: OfflineRun, completions: Sequence[Demonstration]) -> np.ndar
 
 def labelled_metrics(measured: Measured) -> dict[str, float]:
     """Means over completions: the loss, the share on the right side of z, and how far from it."""
-    distance = np.where(measured.desirable, 1, -1) * (measured.ratio - measured.kl)
+    distance = np.where(measured.desirable, 1, -1) * (measured.ratio - measured.shift)
     return {
         "preference/loss": float(jnp.mean(measured.loss(jnp.asarray(measured.ratio)))),
         "preference/accuracy": float(np.mean(distance > 0)),

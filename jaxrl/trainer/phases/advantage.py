@@ -92,12 +92,21 @@ class EstimatorInputs:
     @property
     def rewards(self) -> np.ndarray:
         """[P, n]: rewards minus the KL penalties; NaN in a group of fewer than n samples."""
+        return (self.task_groups - self.kl_penalties).astype(np.float32)
+
+    @property
+    def task_groups(self) -> np.ndarray:
+        """[P, n]: rewards without KL penalties; NaN in a group of fewer than n samples."""
         result = np.full(self._sizes, np.nan, np.float32)
         result[self.places] = self.sample_rewards
-        if self.penalties is not None:
-            sums = np.array([float(p.sum()) for p in self._masked(self.penalties)])
-            result = (result - self._of_episodes(sums)).astype(np.float32)
         return result
+
+    @property
+    def kl_penalties(self) -> np.ndarray:
+        """float64 [P, n]: sums of the KL penalties; 0 without them."""
+        if self.penalties is None:
+            return np.zeros(self._sizes)
+        return self._of_episodes(np.array([float(p.sum()) for p in self._masked(self.penalties)]))
 
     @property
     def reward_parts(self) -> np.ndarray:
@@ -140,6 +149,12 @@ class EstimatorInputs:
     def values(self) -> np.ndarray:
         """[N, T]"""
         return self._of_tokens([response_field(s, s.values) for s in self.samples], np.float32)
+
+    @property
+    def score_norms(self) -> np.ndarray:
+        """[N, T]: squared norms of the policy's score function."""
+        fields = [response_field(s, s.score_norms) for s in self.samples]
+        return self._of_tokens(fields, np.float32)
 
     @property
     def token_kl_rewards(self) -> np.ndarray:

@@ -13,6 +13,7 @@ from jaxrl.learner.critic import ValueScorer
 from jaxrl.learner.requirements import (
     needs_old_logp,
     needs_ref_logp,
+    needs_score_norms,
     policy_is_teacher,
     reads_responses,
     scores_by_teacher,
@@ -103,6 +104,8 @@ def make_experience(
     demonstrations = given_samples(given, cfg.algorithm)
     if core.learner.value_scorer is not None:
         samples = add_values(core, core.learner.value_scorer, samples)
+    if needs_score_norms(cfg):
+        samples = add_score_norms(core, samples)
     with core.clock.timed("adv"), core.no_compile("scoring"):
         mini_batches, more_metrics = make_mini_batches(
             samples,
@@ -167,9 +170,28 @@ def add_values(
     return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]
 
 
+def add_score_norms(core: Core, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Fills `score_norms` with 1 - 2 π(y_t) + Σ π² under the policy before the step."""
+    packed = pack_samples(samples, core.cfg, core.learner.n_ranks)
+    with core.no_compile("scoring"):
+        found = policy_collisions(core, [p.batch for p in packed])
+    norms = gather([1.0 - 2.0 * np.exp(p) + np.exp(square) for p, square in found], packed)
+    return [dataclasses.replace(s, score_norms=x) for s, x in zip(samples, norms, strict=True)]
+
+
 def policy_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
     """The policy's logprobs [B, T] of each packed batch."""
     return [batch.old_logp for batch in with_policy_logps(core, batches)]
+
+
+def policy_collisions(core: Core, batches: Sequence[Batch]) -> list[tuple[np.ndarray, ...]]:
+    """The policy's (logprobs, log Σ π² over the vocabulary) [B, T] of each packed batch."""
+    layout = core.learner.scorer.layout
+    with (
+        layout.weights(core.state.params, core.clock.timed("reshard")) as params,
+        core.clock.timed("old_log_prob"),
+    ):
+        return core.learner.scorer.with_collisions(params, batches, on_batch=core.check_stop)
 
 
 def with_policy_logps(core: Core, batches: Sequence[Batch]) -> list[Batch]:

@@ -158,12 +158,16 @@ class RewardScale:
     squares: float = 0.0  # sum of (reward - mean)²
 
     def updated(self, rollouts: Sequence[ScoredRollout]) -> "RewardScale":
-        """The moments including the rewards of a step, except for failed samples.
+        """The moments including the rewards of a step, except for failed samples."""
+        return self.including(np.array([r.reward.value for r in rollouts if not r.error]))
+
+    def including(self, new: np.ndarray) -> "RewardScale":
+        """The moments including these rewards [n].
 
         Combines both sets by Chan, Golub and LeVeque (1979), eq. 2.1:
         M = M_a + M_b + δ² n_a n_b / n.
         """
-        new = np.array([r.reward.value for r in rollouts if not r.error], np.float64)
+        new = new.astype(np.float64)
         if not len(new):
             return self
         n, delta = self.n + len(new), float(new.mean()) - self.mean

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl import dpo, sft
-from jaxrl.algorithms.losses.preference_table import PairLogps, length_weights, weighted_losses
+from jaxrl.algorithms.losses.preference_table import length_weights, weighted_losses
 from jaxrl.config.keys import PreferenceConfig, RunConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.demonstrations import to_sample
@@ -31,6 +31,7 @@ from jaxrl.trainer.offline.dpo import (
     DPO,
     completions_of,
     make_samples,
+    measure,
     mismatched,
 )
 from jaxrl.trainer.offline.objective import OfflineRun, with_objective
@@ -50,6 +51,8 @@ PREFERENCES = {
     "aot": {"loss": "aot", "ld_alpha": 0.5},
     "mpo": {"more_losses": ("bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)},
     "f_dpo": {"f_divergence": "js"},
+    "wpo": {"weighted": True},
+    "bco": {"loss": "bco"},
     "simpo": {"loss": "simpo", "beta": 2.0},
     "orpo": {"loss": "orpo"},
 }
@@ -248,7 +251,7 @@ def test_preference_losses_fall(dpo_config, loss):
     assert last["val/loss"] < first["val/loss"] and last["val/margin"] > 0
 
 
-@pytest.mark.parametrize("name", graded(PREFERENCES, thorough=["dpo", "aot"]))
+@pytest.mark.parametrize("name", graded(PREFERENCES, thorough=["dpo", "aot", "wpo", "bco"]))
 def test_the_gradient_of_the_samples_equals_that_of_the_loss(dpo_config, name):
     """Packed samples in two passes, against the derivative of the loss of whole pairs."""
     dpo_config.preference.update(PREFERENCES[name])
@@ -270,6 +273,9 @@ def test_the_gradient_of_the_samples_equals_that_of_the_loss(dpo_config, name):
             total = sum(row_logps(params, b, b.advantages).sum() for b in batches)
             return -total / (2 * len(pairs))
 
+        measured = measure(run, pairs).logps  # of its shift and weights
+        assert (float(measured.shift) != 0) == (name == "bco")
+        assert np.all(np.asarray(measured.weights) == 1) == (name != "wpo")
         completions = completions_of(pairs)
         lens = np.array([d.n_loss_tokens for d in completions])
         token_weights = length_weights(lens, cfg.preference.ld_alpha)
@@ -287,9 +293,7 @@ def test_the_gradient_of_the_samples_equals_that_of_the_loss(dpo_config, name):
             if run.core.ref_params is not None:
                 reference = row_logps(run.core.ref_params, one_per_row, one_per_row.advantages)
             policy, reference = (jax.reshard(x, jax.P()) for x in (policy, reference))
-            logps = PairLogps(
-                policy - reference, reference, jnp.asarray(lens, jnp.float32), jnp.float32(0)
-            )
+            logps = dataclasses.replace(measured, ratio=policy - reference, reference=reference)
             return weighted_losses(logps, cfg.preference).mean()
 
         got, want = (jax.jit(jax.grad(f))(moved) for f in (surrogate, direct))
