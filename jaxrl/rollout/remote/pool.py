@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxrl.engine.api import EngineStats, Generated, Request
 from jaxrl.rollout.remote.actors import Actors, WorkerLost
+from jaxrl.rollout.remote.images import SentImages
 from jaxrl.rollout.remote.weights import Version
 from jaxrl.rollout.remote.work import Location, Registration, Work, WorkDone
 from jaxrl.rollout.turns import continued
@@ -44,6 +45,7 @@ class Member:
     requests: set[int] = dataclasses.field(default_factory=set)  # that it generates
     submit: list[int] = dataclasses.field(default_factory=list)  # of these, not yet sent to it
     free: list[int] = dataclasses.field(default_factory=list)  # to cancel
+    images: SentImages = dataclasses.field(default_factory=SentImages)
 
     @property
     def ready(self) -> bool:
@@ -192,11 +194,11 @@ class WorkerPool:
             update = None if member.loaded == params.number else params.update(member.loaded)
             if update is None and not member.requests and not member.free:
                 continue
-            requests = [
-                (n, continued(self._entries[n].request, self._entries[n].tokens))
-                for n in member.submit
-            ]
-            work = Work(tuple(member.free), update, self._version, tuple(requests))
+            entries = [self._entries[number] for number in member.submit]
+            requests = [continued(entry.request, entry.tokens) for entry in entries]
+            requests, images = member.images.send(requests)
+            submit = tuple(zip(member.submit, requests, strict=True))
+            work = Work(tuple(member.free), update, self._version, submit, images)
             member.submit, member.free = [], []
             member.loading = params.number
             member.call = self._actors.dispatch(member.worker, work)

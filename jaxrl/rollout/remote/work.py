@@ -11,6 +11,7 @@ from jaxrl.data.digest import digest
 from jaxrl.engine.api import EngineStats, Generated, Request
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.vision.config import TowerConfig
+from jaxrl.rollout.remote.images import ImageMessage
 from jaxrl.rollout.remote.weights import WeightUpdate
 from jaxrl.types import Tree
 
@@ -55,7 +56,8 @@ class Work:
     free: tuple[int, ...]  # requests to cancel
     update: WeightUpdate | None  # weights to load; None: it has them
     version: int  # policy version of the weights
-    submit: tuple[tuple[int, Request], ...]  # (number of the request, request)
+    submit: tuple[tuple[int, Request], ...]  # (number of the request, request without features)
+    images: ImageMessage = dataclasses.field(default_factory=ImageMessage)  # of these requests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax
 from jaxrl.config.keys import DistributedConfig
 from jaxrl.layout import worker_layout, worker_mesh
 from jaxrl.rollout.paged_engine import paged_engine
+from jaxrl.rollout.remote.images import ReceivedImages
 from jaxrl.rollout.remote.weights import Get, LoadedWeights
 from jaxrl.rollout.remote.work import (
     Location,
@@ -40,6 +41,7 @@ class RolloutWorker:
         """
         self._get, self._host_ip = get, host_ip
         self._numbers: dict[int, int] = {}  # slot of the engine -> number of its request
+        self._images = ReceivedImages()
         self._version: int | None = None
         self._params: Tree | None = None
 
@@ -86,8 +88,10 @@ class RolloutWorker:
             if work.version != self._version:
                 self._engine.set_version(work.version)
                 self._version = work.version
+            self._images.receive(work.images)
             for number, request in work.submit:
-                self._numbers[self._engine.submit(request)] = number
+                whole = self._images.with_features(request)
+                self._numbers[self._engine.submit(whole)] = number
             return self._generate()
 
     def _generate(self) -> WorkDone:
