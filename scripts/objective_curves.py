@@ -52,7 +52,7 @@ RL = {
     "rollout.max_num_batched_tokens": "4096",
     "rollout.steps_per_dispatch": "4",
     "reward.functions": "last_number",
-    "learner.lr": "1e-3",
+    "learner.lr": "3e-4",
     "learner.warmup_steps": "5",
     "eval.every": "10",
 }
