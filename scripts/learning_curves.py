@@ -205,13 +205,13 @@ def legend(names: Iterable[str]) -> list[tuple[float, int]]:
     return [(x, LEGEND_LINE * (y - line)) for x, y in places]
 
 
-def curve(folder: pathlib.Path) -> Curve:
-    """The curve of the run in `folder`, with a point at every validation."""
+def curve(folder: pathlib.Path, responses: int = RESPONSES) -> Curve:
+    """The curve of a run with `responses` of a batch; it has a point at every validation."""
     record = read_record(folder)
     batches = dict(record.series.get("rollout/batches", ()))
     sampled = {0: 0}
     for step, _ in record.series["reward/mean"]:
-        sampled[step] = sampled[step - 1] + round(RESPONSES * batches.get(step, 1.0))
+        sampled[step] = sampled[step - 1] + round(responses * batches.get(step, 1.0))
     return [(sampled[step], accuracy) for step, accuracy in record.series["val/reward"]]
 
 

@@ -9,12 +9,11 @@ greedily, and right about some of them if it samples. Rewards and the teacher ma
 teacher is a transformer of width 64 that learned from right labels. For self-distillation, the
 policy also learned to repeat an answer that it reads in its prompt.
 
-Every run has 40 steps of 64 responses. Supervised training takes about two minutes for each model,
+Every run has 40 steps of 256 responses. Supervised training takes about two minutes for each model,
 a run less than one. Interrupted runs resume and finished runs are kept, so the picture can be drawn
-again. Prints the mean accuracy over the seeds of each objective after so many responses, with the
-least and the most at the end:
+again. Prints the mean accuracy over the seeds of each objective after so many sampled responses:
 
-    GRPO  0: 0.67  640: 0.80  1280: 0.92  1920: 0.97  2560: 0.98 (0.97 to 0.98)
+    GRPO         0: 0.68  2560: 0.80  5120: 0.92  7680: 0.97  10240: 0.98
 """
 
 import argparse
@@ -34,6 +33,7 @@ from scripts.make_tiny_vlm import write_tiny_vlm
 
 ROOT = Path(__file__).parents[1]
 LENGTH, MOST, COUNTED = 8, 6, 4  # letters; most "a"; those that the labeller counts
+RESPONSES = 256  # of a step of RL
 MISTAKES = 0.7  # share of wrong labels above COUNTED
 HINT = "{prompt} It is {context}."
 SFT = {
@@ -46,13 +46,14 @@ SFT = {
 }
 RL = {
     "total_steps": "40",
-    "data.prompts_per_step": "8",
+    "data.prompts_per_step": "32",
     "rollout.n": "8",
-    "rollout.max_num_seqs": "64",
-    "rollout.max_num_batched_tokens": "1024",
+    "rollout.max_num_seqs": "256",
+    "rollout.max_num_batched_tokens": "4096",
     "rollout.steps_per_dispatch": "4",
     "reward.functions": "last_number",
-    "learner.lr": "1e-3",
+    "learner.lr": "3e-4",
+    "learner.warmup_steps": "5",
     "eval.every": "10",
 }
 DISTILL = {
@@ -114,7 +115,7 @@ def main() -> None:
         for seed, folder in enumerate(folders):
             more = {"model.path": str(runs / "policy" / "hf"), "seed": str(seed)}
             train("jaxrl.train", runs, folder, RL | more | keys)
-        found[name] = mean([curve(runs / folder) for folder in folders])
+        found[name] = mean([curve(runs / folder, RESPONSES) for folder in folders])
     draw(found, args.out or ROOT / "docs" / "curves_objectives.svg")
 
 
