@@ -98,6 +98,7 @@ KLS = (
 )
 FULL_KLS = ("full", "jsd", "full+")  # over the whole vocabulary
 KL_PLACES = ("loss", "reward")
+KL_RATIO_LEVELS = ("token", "response")
 CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop", "seq_icepop")
 MASKING_CORRECTIONS = ("icepop", "seq_icepop")  # weight 0 outside of two bounds
 # verl's names: what is summed up over a response, and the KL estimate of a token

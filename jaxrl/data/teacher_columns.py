@@ -59,7 +59,8 @@ def _most_likely(
 ) -> tuple[list[int], list[float]]:
     """The ids and logprobs of an entry, the most likely first."""
     fields = entry if isinstance(entry, Mapping) else {}
-    ids, logprobs = fields.get("ids"), fields.get("logprobs")
+    ids: Any = fields.get("ids")
+    logprobs: Any = fields.get("logprobs")
     if not (_is_list(ids, int) and _is_list(logprobs, int | float) and len(ids) == len(logprobs)):
         raise ValueError(
             f"{where} is not {{'token': ID, 'ids': [ID, ...], 'logprobs': [NUMBER, ...]}} with as "

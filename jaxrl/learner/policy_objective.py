@@ -17,7 +17,13 @@ from jaxrl.algorithms.losses.aggregation import (
     masked_max,
     masked_mean,
 )
-from jaxrl.algorithms.losses.importance import CORRECTIONS, logp_diff, rollout_kl
+from jaxrl.algorithms.losses.importance import (
+    CORRECTIONS,
+    logp_diff,
+    rollout_kl,
+    seq_tis,
+    token_tis,
+)
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.losses.rejection import REJECTIONS, off_policy_sequences
 from jaxrl.algorithms.losses.value_loss import clipped, value_loss
@@ -149,7 +155,8 @@ def token_loss_sums(
     loss = policy
     if kl_in_loss(algo):
         kl = reference_kl(logp, inputs, exact_kl, batch, algo)
-        loss = loss + coefs.kl * clamp(kl, algo.kl_clamp)
+        term = coefs.kl * clamp(kl, algo.kl_clamp)
+        loss = loss + (term * kl_weights(inputs, algo) if algo.kl_ratio_max else term)
         means["loss/kl"] = masked_mean(clamp(kl, algo.kl_clamp), measured)
         means["loss/kl_clamped_fraction"] = masked_mean(outside(kl, algo.kl_clamp), measured)
     if algo.has_entropy:
@@ -338,6 +345,19 @@ def reference_kl(
     if exact_kl is not None:
         inputs["exact_kl"] = apply_mask(exact_kl, batch.mask)
     return apply(lookup(KL_ESTIMATORS, cfg.kl_estimator, "algorithm.kl"), inputs, cfg)
+
+
+def kl_weights(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
+    """The weight of the KL of every token: its truncated importance ratio, without gradient.
+
+    min(ratio, kl_ratio_max), of the token or of the response, as SDPO's is_clip
+    (https://arxiv.org/abs/2601.20802).
+    """
+    bounds = dict(correction_floor=0.0, correction_high=cfg.kl_ratio_max)
+    ratio = jax.lax.stop_gradient(log_ratio(inputs, cfg))
+    if cfg.kl_ratio_level == "response":
+        return seq_tis(ratio, inputs["mask"], inputs["segments"], **bounds)
+    return token_tis(ratio, **bounds)
 
 
 def part_sums(

@@ -186,7 +186,7 @@ class TeacherEndpoint:
         except (TeacherRequestFailed, LookupError, TypeError) as error:
             if isinstance(error, TeacherRequestFailed) and not error.final:
                 raise
-        texts = [tokenizer.decode([token]) for token in probe[1:]]
+        texts = [str(tokenizer.decode([token])) for token in probe[1:]]
         pairs = [(a, b) for a, b in zip(texts, found.texts, strict=True) if a.isascii() and b]
         if not pairs:
             raise ValueError(

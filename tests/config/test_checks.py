@@ -285,6 +285,22 @@ WRONG = [
         ),
         "leave no reference on the devices",
     ),
+    (dict(algorithm__kl_ratio_max=2.0), "does not have", "kl_coef above 0"),
+    (
+        dict(algorithm__kl_ratio_max=2.0, algorithm__kl_coef=1.0),
+        "ratio, which is 1 in a step of one update",
+        "old_logp='rollout'",
+    ),
+    (dict(algorithm__kl_ratio_level="response"), "has no effect with algorithm.kl_ratio_max=0.0"),
+    (
+        dict(
+            algorithm__kl_ratio_max=2.0,
+            algorithm__kl_coef=1.0,
+            algorithm__kl="k3_unbiased",
+            algorithm__old_logp="rollout",
+        ),
+        "has the importance ratio already",
+    ),
     (dict(teacher_endpoint__attempts=2), "no effect without a teacher at a server"),
     (dict(algorithm__lam=0.9), "lam=0.9 has no effect", "lam=1.0"),
     (dict(algorithm__advantage="ppo"), "algorithm.advantage=", "set one of grpo, dr_grpo"),

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxrl.config.choices import POLICY_LOSSES
+from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.data.packing import gather, pack
-from jaxrl.learner.policy_objective import Coefs, token_loss_sums
+from jaxrl.learner.policy_objective import Coefs, kl_weights, token_loss_sums
 from jaxrl.learner.xla import compiler_options
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -345,3 +346,24 @@ def test_a_kl_with_a_plus_has_its_value_and_the_gradient_of_k2(name):
         found[kl] = float(sums.means["loss/kl"][0]), np.asarray(grad)
     np.testing.assert_allclose(found[name][0], found[name[:-1]][0], rtol=1e-5)
     np.testing.assert_allclose(found[name][1], found["k2"][1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_kl_is_weighted_by_the_truncated_ratio_of_the_token_or_of_the_response():
+    logp = jnp.log(jnp.array([[0.2, 0.6, 0.5, 0.1]]))
+    inputs = {
+        "logp": logp,
+        "old_logp": jnp.log(jnp.array([[0.1, 0.1, 0.5, 0.4]])),
+        "mask": jnp.ones((1, 4)),
+        "segments": jnp.array([[1, 1, 2, 2]]),
+    }
+
+    def weights(level):
+        cfg = AlgorithmConfig(kl_ratio_max=3.0, kl_ratio_level=level)
+        return kl_weights(inputs, cfg)
+
+    # ratios 2, 6, 1, 0.25; of the responses 12 and 0.25
+    np.testing.assert_allclose(weights("token"), [[2.0, 3.0, 1.0, 0.25]], rtol=1e-5)
+    np.testing.assert_allclose(weights("response"), [[3.0, 3.0, 0.25, 0.25]], rtol=1e-5)
+    cfg = AlgorithmConfig(kl_ratio_max=3.0)
+    slope = jax.grad(lambda x: kl_weights(inputs | {"logp": x}, cfg).sum())(logp)
+    np.testing.assert_array_equal(slope, 0.0)

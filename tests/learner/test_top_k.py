@@ -10,7 +10,8 @@ from jaxrl.data.packing import gather, pack
 from jaxrl.learner.requirements import full_kl_in_loss, needs_ref_logp, needs_ref_scores
 from jaxrl.learner.step import make_top_k, put_batch, take_tokens
 from jaxrl.types import TeacherTokens
-from sharding.rules import TRAIN
+from sharding.rules import PIPELINE, RING, TRAIN
+from tests.learner.test_pipeline_1f1b import STACKED
 from tests.learner.test_update import LAYOUTS, ONE, assert_same
 from tests.learner.tiny_policy import (
     MODEL,
@@ -71,6 +72,25 @@ def test_the_update_does_not_depend_on_the_layout(layout, whole):
     cfg = run_config(**KEYS, kl_top_k=4)
     assert_same(update_once(cfg, batches(taught(4), **packing), mesh), whole)
     assert whole[1]["loss/kl"] > 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("mesh", "rules", "schedule"),
+    [
+        (dict(sequence=2), RING, "gpipe"),
+        (dict(stage=2), PIPELINE, "1f1b"),
+        (dict(stage=2, sequence=2), RING.with_stages(), "1f1b"),
+    ],
+    ids=["ring", "1f1b", "ring in 1f1b"],
+)
+def test_ring_attention_and_1f1b_give_the_numbers_of_one_device(mesh, rules, schedule):
+    packing = dict(row_len=32, token_budget=64)
+    learner = dict(remat="full", pipeline_schedule=schedule)
+    cfg = run_config(learner, **KEYS, kl_top_k=4)
+    want = update_once(run_config(**KEYS, kl_top_k=4), batches(taught(4), **packing), {}, STACKED)
+    got = update_once(cfg, batches(taught(4), **packing), mesh, STACKED, rules)
+    assert_same(got, want)
 
 
 @pytest.mark.thorough

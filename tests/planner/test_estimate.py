@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from jaxrl.models.config import MLPConfig
@@ -14,7 +15,7 @@ from jaxrl.planner.estimate import (
     rollout_seconds,
 )
 from jaxrl.planner.plan import make_plan
-from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.planner.programs import OfflineWorkload, run_programs
 from jaxrl.planner.search import (
     candidates,
     estimate,
@@ -22,6 +23,7 @@ from jaxrl.planner.search import (
 )
 from jaxrl.planner.sizes import CandidateSettings, model_sizes
 from jaxrl.planner.topology import Topology
+from sharding import make_mesh
 from tests.models.resized import resized
 from tests.planner.tiny_job import GIB, LENGTHS, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
@@ -252,6 +254,30 @@ def test_estimated_state_of_a_critic_is_counted_by_hand():
     # V*D + L * (q, o: 2 * 64*64, k, v: 2 * 32*64, biases, norms, mlp: 3 * 128*64) + norm
     params = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64) + 64
     assert critic.bytes - rest.bytes == pytest.approx(3 * 4 * params / 8, rel=0.01)
+
+
+def test_further_teachers_take_more_memory_and_score_in_turn():
+    """Each teacher is another copy; two read the responses in the time of one."""
+    two = run(algorithm__teacher="a", algorithm__more_teachers=("b?source=x", "http://c?source=y"))
+    models = {"teacher": TINY, "teacher_2": SMALL}
+    one = estimate(job(run(algorithm__teacher="a"), role_decoders={"teacher": TINY}), MESH)
+    both = estimate(job(two, role_decoders=models), MESH)
+    held = model_sizes(job(two, role_decoders=models), "teacher_2", MESH).held_bytes
+    assert both.bytes - one.bytes == pytest.approx(held) and held > 0
+    assert both.step_s < one.step_s  # the smaller one reads half of the responses
+    with jax.set_mesh(make_mesh(jax.devices()[:8], fsdp=8)):
+        offloaded = run(
+            algorithm__teacher="a",
+            algorithm__more_teachers=("b?source=x",),
+            learner__offload=("reference",),
+        )
+        programs = run_programs(offloaded, TINY, GIB, models)
+    assert programs.resident["ref_2"] < programs.resident["ref"]
+    assert programs.host_resident["ref_2"] == programs.resident["ref_2"]
+    # One teacher at a time is on the devices, and none in other programs
+    state = {name: set(programs.table[name].counted_state) for name in programs.table}
+    assert state["reference"] == state["reference_2"] == {"ref", "ref_2"}
+    assert {"ref", "ref_2"} <= state["accumulate"]
 
 
 def test_gradients_in_host_memory_are_the_last_resort():

@@ -18,7 +18,8 @@ import numpy as np
 import openai
 import pytest
 
-from jaxrl.config.keys import SamplingConfig
+from jaxrl.config.keys import SamplingConfig, TeacherEndpointConfig
+from jaxrl.config.teachers import read_teacher
 from jaxrl.serve.__main__ import listener, read, require_key, serve, server, url
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import ServingThread
@@ -26,6 +27,8 @@ from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import open_model
 from jaxrl.serve.requests.request import parse_completion
 from jaxrl.serve.structured.grammar import MAX_QUEUED
+from jaxrl.teachers.endpoint import TeacherEndpoint
+from jaxrl.types import TrainingSample
 from tests.serve.serve_cases import KEY, arguments, direct, metric, running, serving, wait_until
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -489,6 +492,22 @@ def test_prompt_logprobs_have_vllms_form(served, model):
     assert list(row) == [str(tokens[-1])]
     with pytest.raises(openai.BadRequestError, match="a stream has no prompt logprobs"):
         served.client.completions.create(**keys, stream=True, extra_body={"prompt_logprobs": 1})
+
+
+def test_the_server_is_a_teacher(served, model, monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    teacher, _ = read_teacher("algorithm.teacher", f"{served.base}/v1")
+    cfg = TeacherEndpointConfig(api_key_env="TEACHER_KEY")
+    endpoint = TeacherEndpoint(teacher, cfg, k=3, n_vocab=1000)
+    endpoint.open(model.renderer.tokenizer, max_len=64)
+    (tokens, logps, _) = direct(model, ["The sum"], max_tokens=10, sampling=GREEDY)[0]
+    prompt = np.array(model.renderer.tokenizer("The sum")["input_ids"], np.int32)
+    sample = TrainingSample(prompt, np.array(tokens, np.int32), np.ones(len(tokens), bool))
+    [found], counts = endpoint.read([sample])
+    assert (counts.requests, counts.failed) == (1, 0) and found is not None
+    np.testing.assert_allclose(found.logp, logps, atol=1e-5)
+    np.testing.assert_array_equal(found.ids[:, 0], tokens)  # greedy ones are the most likely
+    np.testing.assert_allclose(found.top_logp[:, 0], logps, atol=1e-5)
 
 
 def test_several_prompts_as_text_or_ids_and_echo(served, model):

@@ -33,6 +33,7 @@ def algorithm_errors(run: RunConfig) -> list[str]:
         *_correction_errors(run.algorithm),
         *_token_selection_errors(run),
         *_log_ratio_errors(run),
+        *_kl_ratio_errors(run),
         *_top_entropy_errors(run.algorithm),
         *router_replay_errors(run, run.learner.router_replay),
     ]
@@ -369,6 +370,17 @@ def _log_ratio_errors(run: RunConfig) -> list[str]:
             "learner.epochs=2"
         ]
     return []
+
+
+def _kl_ratio_errors(run: RunConfig) -> list[str]:
+    """A weight by the importance ratio needs a ratio that is not 1."""
+    if not run.algorithm.kl_ratio_max or not _ratio_is_one(run):
+        return []
+    return [
+        f"algorithm.kl_ratio_max={run.algorithm.kl_ratio_max} weights the KL by the importance "
+        "ratio, which is 1 in a step of one update; set algorithm.old_logp='rollout' or "
+        "'recompute', or algorithm.kl_ratio_max=0.0"
+    ]
 
 
 def _top_entropy_errors(algorithm: AlgorithmConfig) -> list[str]:

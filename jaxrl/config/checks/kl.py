@@ -52,11 +52,6 @@ def _named_teacher_errors(run: RunConfig) -> list[str]:
             f"algorithm.more_teachers={more} names {', '.join(twice)} more than once; give the "
             "rows of a data_source one teacher"
         )
-    if more and run.data.images:
-        errors.append(
-            f"algorithm.more_teachers={more} read text, and data.images=True has images; set "
-            "algorithm.teacher alone"
-        )
     at_server = any(teacher.is_endpoint for teacher, _ in read)
     changed = run.teacher_endpoint != TeacherEndpointConfig()
     if changed and not at_server:
@@ -70,6 +65,11 @@ def _named_teacher_errors(run: RunConfig) -> list[str]:
             f"algorithm.kl={algorithm.kl!r} runs one teacher inside the update, but {shown} score "
             "before it; set algorithm.kl_top_k=20, or algorithm.kl='k1' with "
             "algorithm.kl_in='reward'"
+        )
+    if more and run.data.images:
+        errors.append(
+            f"algorithm.more_teachers={more} read text, and data.images=True has images, which "
+            "only algorithm.teacher reads; leave one of them out"
         )
     return errors + (_endpoint_errors(run, shown) if at_server else [])
 
@@ -121,6 +121,23 @@ def kl_errors(run: RunConfig) -> list[str]:
         errors.append(
             f"algorithm.kl={kl!r} has no effect with algorithm.kl_coef=0, which loads no reference "
             "model; set algorithm.kl_coef above 0, or leave algorithm.kl at 'auto'"
+        )
+    if algorithm.kl_ratio_max and (algorithm.kl_coef == 0 or algorithm.kl_in == "reward"):
+        errors.append(
+            f"algorithm.kl_ratio_max={algorithm.kl_ratio_max} weights the KL in the loss, which "
+            f"algorithm.kl_coef={algorithm.kl_coef} with algorithm.kl_in={algorithm.kl_in!r} does "
+            "not have; set algorithm.kl_coef above 0 with algorithm.kl_in='loss', or "
+            "algorithm.kl_ratio_max=0.0"
+        )
+    if algorithm.kl_ratio_max and kl == "k3_unbiased":
+        errors.append(
+            f"algorithm.kl_ratio_max={algorithm.kl_ratio_max} with algorithm.kl='k3_unbiased', "
+            "which has the importance ratio already; set algorithm.kl='k3'"
+        )
+    if algorithm.kl_ratio_level != "token" and not algorithm.kl_ratio_max:
+        errors.append(
+            f"algorithm.kl_ratio_level={algorithm.kl_ratio_level!r} has no effect with "
+            "algorithm.kl_ratio_max=0.0; set algorithm.kl_ratio_max, such as 2.0"
         )
     if algorithm.ref_refresh_every and algorithm.kl_coef == 0:
         errors.append(

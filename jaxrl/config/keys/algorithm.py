@@ -8,6 +8,7 @@ from jaxrl.config.choices import (
     BRANCH_CREDITS,
     CORRECTIONS,
     KL_PLACES,
+    KL_RATIO_LEVELS,
     KLS,
     OLD_LOGPS,
     POLICY_LOSSES,
@@ -165,6 +166,17 @@ class AlgorithmConfig:
         "Bound on the absolute value of the KL estimate of a token, which has no gradient beyond; "
         "0 = none",
         ge=0,
+    )
+    kl_ratio_max: float = key(
+        0.0,
+        "Weight the KL term in the loss by the importance ratio of the policy loss, at most this "
+        "one and without gradient (SDPO's is_clip); 0 = unweighted",
+        ge=0,
+    )
+    kl_ratio_level: str = key(
+        "token",
+        "kl_ratio_max: ratio of each token, or of the whole response",
+        choices=KL_RATIO_LEVELS,
     )
     kl_target: float = key(
         0.0, "Target KL per token to which kl_coef adapts; 0 = fixed weight", ge=0
