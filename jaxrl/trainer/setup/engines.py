@@ -66,6 +66,7 @@ def open_engines(
             context_len=cfg.data.max_len,
             max_turns=cfg.env.max_turns,
             timeout_s=cfg.env.episode_timeout_s,
+            needs_role_rewards=cfg.algorithm.advantage in ROLE_ADVANTAGES,
             needs_reward=any(f.partition("?")[0] == "environment" for f in cfg.reward.functions),
         ),
         environments=host.environments,
