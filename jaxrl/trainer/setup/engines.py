@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 
+from jaxrl.config.choices import ROLE_ADVANTAGES
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.shared_batches import SharedBatches
