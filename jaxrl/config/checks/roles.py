@@ -23,7 +23,9 @@ def role_errors(run: RunConfig) -> list[str]:
         )
     wanted = {
         "algorithm.branch_credit": (run.algorithm.branch_credit, "all"),
+        "algorithm.dynamic_sampling": (run.algorithm.dynamic_sampling, False),
         "reward.functions": (run.reward.functions, ("environment",)),
+        "reward.on_error": (run.reward.on_error, "exclude"),
         "reward.normalize": (run.reward.normalize, False),
         "reward.clip": (run.reward.clip, ()),
         "reward.length_penalty": (run.reward.length_penalty, 0.0),
@@ -32,8 +34,8 @@ def role_errors(run: RunConfig) -> list[str]:
         "reward_model.path": (run.reward_model.path, ""),
     }
     errors += [
-        f"{key}={value!r} has no effect with algorithm.advantage={name!r}, which reads the rewards "
-        f"that the agent gives to its conversations alone; set {key}={needed!r}"
+        f"{key}={value!r} concerns the reward of an episode, but algorithm.advantage={name!r} "
+        f"reads those that the agent gives to its conversations; set {key}={needed!r}"
         for key, (value, needed) in wanted.items()
         if value != needed
     ]
