@@ -132,6 +132,7 @@ class Rollout:
     images: tuple[PlacedImage, ...] = ()  # of prompt and response, in the order of their places
     # int32 [3, prompt_len + response_len], as those of prompts
     axis_positions: np.ndarray | None = None
+    role: str = ""  # the name of an agent's conversation: `model` of its requests
     # Further sequences of the episode, if it had several conversations (rollout/agents/)
     branches: tuple["Rollout", ...] = ()
 
@@ -247,8 +248,11 @@ class TrainingSample:
     # float32 [response_len], of a teacher that scores before packing; None: scored in the batch
     ref_logp: np.ndarray | None = None
     unread: bool = False  # its teacher could not read it, so that it is left out of the update
-    source: str = "default"  # of its prompt
+    role: str = ""  # the name of an agent's conversation
+    role_reward: float | None = None  # that the agent gave to this conversation
+    role_baseline: float = 0.0  # running mean of the rewards of its role, before the step
     truncated: bool = False  # cut off at the token limit
+    source: str = "default"  # of the prompt
     group: int = 0  # index of the prompt in the step; the samples of a group are adjacent
     prompt_id: int = 0  # for error messages
     sample: int = 0  # index in the prompt's group, for error messages

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxrl.algorithms.role_advantages import hierarchical_grpo, rae
+
 Groups = Float[np.ndarray, "P n"]
 Tokens = Float[np.ndarray, "N T"]
 
@@ -413,6 +415,13 @@ ADVANTAGES = {
     "flash_reinforce": Advantage(flash_reinforce, ("rewards",)),
     "online_dpo": Advantage(
         online_dpo, ("task_groups", "kl_penalties"), ("kl_coef",), needs_group=True
+    ),
+    "rae": Advantage(rae, ("role_rewards", "role_baselines", "mask"), level="token"),
+    "hierarchical_grpo": Advantage(
+        hierarchical_grpo,
+        ("role_rewards", "places", "roles", "mask"),
+        ("episode_roles",),
+        level="token",
     ),
     "gigpo": Advantage(
         gigpo,

@@ -144,6 +144,8 @@ def _call_advantage(row: Advantage, cfg: AlgorithmConfig) -> list[str]:
     inputs |= {name: _values(2, (n, T)) for name in ("token_rewards", "token_kl_rewards", "values")}
     inputs["mask"] = np.ones((n, T), np.float32)
     inputs |= {"task_groups": _values(0, groups), "kl_penalties": _values(4, groups)}
+    inputs |= {"role_rewards": _values(5, (n,)), "role_baselines": _values(6, (n,))}
+    inputs["roles"] = ("policy",) * n
     inputs["score_norms"] = np.ones((n, T), np.float32)
     inputs |= {"reward_parts": _values(3, (2, *groups)), "reward_weights": np.ones(2)}
     result = apply(row, inputs, cfg)

@@ -43,6 +43,8 @@ ADVANTAGES = (
     "gdpo",
     "flash_reinforce",
     "online_dpo",
+    "rae",
+    "hierarchical_grpo",
     "gigpo",
     "optimal_token_baseline",
     "gae",
@@ -52,8 +54,9 @@ TURN_ADVANTAGES = ("gigpo",)  # one advantage per turn, compared with other samp
 # One advantage per token, from token rewards; all others give a response one advantage.
 DISCOUNTED_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill", *TURN_ADVANTAGES)
 BASELINE_ADVANTAGES = ("optimal_token_baseline",)  # a baseline for each token, from the group
+ROLE_ADVANTAGES = ("rae", "hierarchical_grpo")  # of an agent's conversations, each by its reward
 # remax: equal without a KL in the reward
-TOKEN_ADVANTAGES = (*DISCOUNTED_ADVANTAGES, *BASELINE_ADVANTAGES, "remax")
+TOKEN_ADVANTAGES = (*DISCOUNTED_ADVANTAGES, *BASELINE_ADVANTAGES, "remax", *ROLE_ADVANTAGES)
 BATCH_ADVANTAGES = ("flash_reinforce",)  # compares all samples of a step
 GROUP_ADVANTAGES = (
     *(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, *BATCH_ADVANTAGES)),

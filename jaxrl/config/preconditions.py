@@ -12,6 +12,7 @@ from jaxrl.config.choices import (
     DISCOUNTED_ADVANTAGES,
     FULL_KLS,
     KLS,
+    ROLE_ADVANTAGES,
 )
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.schema import is_import_path
@@ -131,6 +132,10 @@ PRECONDITIONS: dict[str, dict[str, tuple[Requires, ...]]] = {
         "gdpo": (
             _no_kl_in_reward("it normalizes each reward apart, and the KL is in none of them"),
         ),
+        **{
+            name: (_no_kl_in_reward("it reads the rewards that the agent gives, without a KL"),)
+            for name in ROLE_ADVANTAGES
+        },
         "online_dpo": (
             Requires(
                 "kl_in",

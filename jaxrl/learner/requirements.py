@@ -45,9 +45,19 @@ def needs_score_norms(cfg: RunConfig) -> bool:
     return "score_norms" in row.inputs
 
 
+def needs_role_baselines(cfg: RunConfig) -> bool:
+    """Whether the advantages need running means of the rewards of roles."""
+    row = lookup(ADVANTAGES, cfg.algorithm.advantage, "algorithm.advantage")
+    return "role_baselines" in row.inputs
+
+
 def needs_collision(cfg: RunConfig) -> bool:
-    """Whether the policy's scoring also gives Σ π² over the vocabulary."""
-    return needs_score_norms(cfg) or cfg.preference.weighted
+    """Whether the policy's scoring also gives Σ π² over the vocabulary.
+
+    A run of RL does not read `preference`, and may need another second result.
+    """
+    entropies_or_experts = cfg.algorithm.top_entropy < 1.0 or cfg.learner.router_replay == "R2"
+    return needs_score_norms(cfg) or (cfg.preference.weighted and not entropies_or_experts)
 
 
 def needs_policy_logp(cfg: RunConfig) -> bool:

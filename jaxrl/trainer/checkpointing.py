@@ -34,6 +34,7 @@ def save(core: Core) -> None:
         "contents": core.contents,
         "coefs": dataclasses.asdict(core.coefs),
         "reward_scale": dataclasses.asdict(core.reward_scale),
+        "role_baselines": dict(core.role_baselines),
         "validated_at": core.clock.validated_at,
         "val_metrics": core.clock.val_metrics,
     }

@@ -121,6 +121,7 @@ class Core:
     more_references: Sequence[Decoder]  # of the learner's further teachers
     coefs: Coefficients  # KL and entropy coefficients of the next step
     reward_scale: RewardScale  # running moments of all rewards
+    role_baselines: Mapping[str, float]  # running means of the rewards of an agent's roles
     peak_flops: float | None  # FLOP/s of all devices; None if unknown (planner/chips.py)
     position: dict  # iterator state after the steps done
     # Makes JSON of what was in flight after these steps; None: a step leaves nothing in flight.

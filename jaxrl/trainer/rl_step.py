@@ -49,7 +49,7 @@ def train_step(run: Run) -> None:
         metrics |= update(core, mini_batches)
         metrics |= coefficient_metrics(core.coefs, cfg)
 
-    core.reward_scale = experience.reward_scale
+    core.reward_scale, core.role_baselines = experience.reward_scale, experience.role_baselines
     core.coefs = adapt_coefficients(core.coefs, metrics, cfg, n_samples=experience.n_samples)
     core.in_flight = run.source.in_flight()
     trained = [packed for mini in mini_batches for packed in mini.packed]

@@ -26,6 +26,10 @@ NAMES: dict[str, tuple[str, ...]] = {
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("advantage", "distill"): {"algorithm.teacher": "teacher", "algorithm.kl_coef": 1.0},
     ("advantage", "online_dpo"): {"algorithm.kl_coef": 0.1},
+    **{
+        ("advantage", name): {"env.agent": "agent", "reward.functions": ("environment",)}
+        for name in choices.ROLE_ADVANTAGES
+    },
     ("advantage", "gdpo"): {"reward.functions": ("math", "format")},
     ("advantage", "gigpo"): {"env.name": "calculator"},
     ("policy_loss", "gspo"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},

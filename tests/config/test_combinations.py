@@ -33,6 +33,8 @@ EVERY_RESPONSE_ADVANTAGE = (
     "gdpo",
     "flash_reinforce",
     "online_dpo",
+    "rae",
+    "hierarchical_grpo",
 )
 EACH_TOKEN_ADVANTAGE = (
     *("gae", "reinforce_plus_plus", "distill", "gigpo"),
@@ -45,8 +47,8 @@ REFUSED = [
     ("kl", ("abs", "k2", "k3", "k3_unbiased", "full", "jsd"), "kl_in", ("reward",)),
     ("kl", ("abs+", "k2+", "k3+", "full+"), "kl_in", ("reward",)),
     # one needs rewards of 0 or more, the other reads each reward apart; k1 has no other place
-    ("advantage", ("max_rl", "gdpo"), "kl_in", ("reward",)),
-    ("advantage", ("max_rl", "gdpo"), "kl", ("k1",)),
+    ("advantage", ("max_rl", "gdpo", "rae", "hierarchical_grpo"), "kl_in", ("reward",)),
+    ("advantage", ("max_rl", "gdpo", "rae", "hierarchical_grpo"), "kl", ("k1",)),
     # its margins are the KL penalties
     ("advantage", ("online_dpo",), "kl_in", ("loss",)),
     ("advantage", ("online_dpo",), "kl", [kl for kl in KLS if kl not in ("k1", "k1+")]),

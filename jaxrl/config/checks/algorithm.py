@@ -1,6 +1,7 @@
 """Rules between the keys of the algorithm and the critic."""
 
 from jaxrl.config.checks.kl import kl_errors, teacher_errors
+from jaxrl.config.checks.roles import role_errors
 from jaxrl.config.choices import (
     BASELINE_ADVANTAGES,
     DISCOUNTED_ADVANTAGES,
@@ -26,6 +27,7 @@ def algorithm_errors(run: RunConfig) -> list[str]:
         *unmet(run.algorithm, refused=True),
         *_advantage_errors(run),
         *_reward_errors(run),
+        *role_errors(run),
         *_critic_errors(run),
         *teacher_errors(run),
         *_dapo_errors(run),
@@ -197,7 +199,7 @@ def _advantage_errors(run: RunConfig) -> list[str]:
 
 
 def _score_norm_errors(run: RunConfig) -> list[str]:
-    """What else would use the second result of the scoring, or changes its distribution."""
+    """Keys that also read the second result of the scoring, or that change its distribution."""
     others = {
         "algorithm.top_entropy": (run.algorithm.top_entropy, 1.0),
         "algorithm.keep_sampling_mask": (run.algorithm.keep_sampling_mask, False),

@@ -36,6 +36,13 @@ class AlgorithmConfig:
     turn_weight: float = key(
         1.0, "gigpo: weight of the comparison of turns that answered the same state", ge=0
     )
+    role_decay: float = key(
+        0.95, "rae: share of the former baseline of a role after one reward", ge=0, le=1
+    )
+    episode_roles: tuple[str, ...] = key(
+        ("solver",),
+        "hierarchical_grpo: roles that are compared within an episode; others over the group",
+    )
     branch_credit: str = key(
         "all",
         "Conversations of an agent's episode that are trained: all branches, or the last one, "

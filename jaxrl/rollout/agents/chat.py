@@ -57,6 +57,7 @@ class ChatRequest:
     """The request of an agent."""
 
     messages: tuple[Message, ...]  # with IMAGE at the places of images
+    role: str = MODEL  # the conversation's name, `model` of the body
     images: tuple[ImageInput, ...] = ()  # of the messages, in order
     tools: tuple[Json, ...] = ()
     size: int = 0  # characters of the messages and tools with all of their fields, about
@@ -114,6 +115,7 @@ def chat_request(body: Mapping[str, Any], reader: ImageReader | None = None) -> 
     messages, tools = tuple(read_messages(marked)), _tools(body)
     return ChatRequest(
         messages=messages,
+        role=str(body.get("model", MODEL)),
         images=images,
         tools=tools,
         size=json_size([messages, tools]),

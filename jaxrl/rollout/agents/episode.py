@@ -37,6 +37,7 @@ class AgentLimits:
     max_turns: int  # of all conversations together
     timeout_s: float  # of the whole episode; 0 = none
     needs_reward: bool  # whether an episode without a reward has failed
+    needs_role_rewards: bool = False  # the same of each conversation's reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Branch:
     messages: tuple[Message, ...]
     images: tuple[ImageInput, ...]  # of the messages
     tools: tuple[dict[str, Any], ...]
+    role: str  # its name
     n_prompt_messages: int  # messages before its first turn of the model
     ends: list[TurnEnd] = dataclasses.field(default_factory=list)
     busy: bool = False  # the model writes its next turn
@@ -78,6 +80,11 @@ class Branch:
     def conversation(self) -> Episode:
         n = self.n_prompt_messages
         return Episode(prompt_messages=self.messages[:n], completion_messages=self.messages[n:])
+
+    def freeze(self, decode: Decode) -> Rollout:
+        """The conversation as a rollout."""
+        frozen = self.response.freeze(decode, self.conversation())
+        return dataclasses.replace(frozen, role=self.role)
 
     def tokens(self, end: TurnEnd) -> PlacedTokens:
         """The tokens that the model saw and wrote up to a turn."""
@@ -204,7 +211,9 @@ class AgentEpisode:
         """
         if request.size > MAX_TOKEN_CHARS * self._limits.context_len:
             raise self._too_long(f"{request.size} characters")
-        pairs = [(b, end) for b in self.branches if (end := b.continued_by(request)) is not None]
+        role = self._role(request)
+        named = [b for b in self.branches if b.role == role]
+        pairs = [(b, end) for b in named if (end := b.continued_by(request)) is not None]
         if not pairs:
             return PlacedTurn(request, None, NO_TOKENS, 0)
 
@@ -215,10 +224,15 @@ class AgentEpisode:
         continued = branch if is_next(branch, end) else None
         return PlacedTurn(request, continued, branch.tokens(end), end.n_messages)
 
+    def _role(self, request: ChatRequest) -> str:
+        """The name of the conversation; "" where conversations have no rewards."""
+        return request.role if self._limits.needs_role_rewards else ""
+
     def _new_branch(self, request: ChatRequest, tokens: PlacedTokens) -> Branch:
         prompt = dataclasses.replace(self.prompt, **tokens.fields)
         response, n = Response(prompt, self.sample), len(request.messages)
-        return Branch(response, request.messages, request.images, request.tools, n)
+        given = request.messages, request.images, request.tools, self._role(request)
+        return Branch(response, *given, n)
 
     def _turn_seed(self, tokens: PlacedTokens) -> int:
         """A seed for the turn that does not depend on the order in which requests arrive."""
@@ -278,6 +292,13 @@ class AgentEpisode:
             error = "the agent ended without a turn of the model"
         if not error and self._limits.needs_reward and self.reward is None:
             error = missing + "a number from it, or send one to {base_url}/reward"
+        unrewarded = sorted({b.role for b in self.branches} - self.counts.keys())
+        if not error and self._limits.needs_role_rewards and unrewarded:
+            error = (
+                f"the agent returned no reward of its conversations {', '.join(unrewarded)}; "
+                f"return {{'reward': ..., '{unrewarded[0]}': ...}}, a number for each `model` of "
+                "its requests"
+            )
         self.error, self.ended = error, True
         if self._spans:
             self.add_span("agent", self._added_at + self._spans[0][2])
@@ -287,10 +308,11 @@ class AgentEpisode:
 
         Their order does not depend on the order in which requests arrived.
         """
-        main = Response(self.prompt, self.sample)
+        main, role = Response(self.prompt, self.sample), ""
         conversation = Episode(prompt_messages=self.prompt.messages)
         if self.branches:
             main, conversation = self.branches[-1].response, self.branches[-1].conversation()
+            role = self.branches[-1].role
         episode = dataclasses.replace(
             conversation,
             n_turns=self._n_turns,
@@ -303,15 +325,16 @@ class AgentEpisode:
             main.finish = "error"
         elif main.finish != "length":
             main.finish = self._finish
-        others = [b.response.freeze(decode, b.conversation()) for b in self.branches[:-1]]
+        others = [b.freeze(decode) for b in self.branches[:-1]]
         others.sort(key=_content)
-        return dataclasses.replace(main.freeze(decode, episode), branches=tuple(others))
+        frozen = main.freeze(decode, episode)
+        return dataclasses.replace(frozen, role=role, branches=tuple(others))
 
 
-def _content(rollout: Rollout) -> tuple[list[int], list[int], list[str]]:
-    """The tokens and images of a conversation."""
+def _content(rollout: Rollout) -> tuple[list[int], list[int], list[str], str]:
+    """The tokens, images and name of a conversation."""
     digests = [placed.image.digest for placed in rollout.images]
-    return rollout.prompt.tokens.tolist(), rollout.tokens.tolist(), digests
+    return rollout.prompt.tokens.tolist(), rollout.tokens.tolist(), digests, rollout.role
 
 
 def same(ours: Message, theirs: Message) -> bool:

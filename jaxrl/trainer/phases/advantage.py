@@ -134,6 +134,21 @@ class EstimatorInputs:
         return self.sample_rewards.astype(np.float32)
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """[N]: names of the conversations."""
+        return tuple(s.role for s in self.samples)
+
+    @property
+    def role_rewards(self) -> np.ndarray:
+        """[N]: rewards of the conversations."""
+        return np.array([s.role_reward for s in self.samples], np.float32)
+
+    @property
+    def role_baselines(self) -> np.ndarray:
+        """[N]: running means of the rewards of their roles, before the step."""
+        return np.array([s.role_baseline for s in self.samples], np.float32)
+
+    @property
     def baselines(self) -> np.ndarray:
         """[N]: greedy rewards."""
         assert self.greedy_rewards is not None

@@ -13,6 +13,7 @@ from jaxrl.learner.critic import ValueScorer
 from jaxrl.learner.requirements import (
     needs_old_logp,
     needs_ref_logp,
+    needs_role_baselines,
     needs_score_norms,
     policy_is_teacher,
     reads_responses,
@@ -36,6 +37,7 @@ from jaxrl.trainer.phases.rewards import (
     scaled_rewards,
     turn_rewards,
 )
+from jaxrl.trainer.phases.roles import Baselines, with_role_baselines
 from jaxrl.trainer.phases.sampling import Collected
 from jaxrl.trainer.phases.self_distillation import with_teacher_prompts
 from jaxrl.trainer.phases.teachers import read_by_teachers
@@ -50,6 +52,7 @@ class Experience:
     mini_batches: list[MiniBatch]
     n_samples: int
     reward_scale: RewardScale  # includes the rewards of this step
+    role_baselines: Baselines  # the same
     metrics: dict[str, float]
 
 
@@ -69,7 +72,7 @@ def make_experience(
     rollouts = [r for group in groups for r in group]
     if not rollouts:
         warn_no_update(core.clock.step + 1, collected.sampled)
-        return Experience([], 0, scale, metrics)
+        return Experience([], 0, scale, core.role_baselines, metrics)
 
     raw_rewards = np.array([r.reward.value for r in rollouts])
     metrics |= scale_metrics(raw_rewards, scale, cfg.reward)
@@ -104,6 +107,11 @@ def make_experience(
     demonstrations = given_samples(given, cfg.algorithm)
     if core.learner.value_scorer is not None:
         samples = add_values(core, core.learner.value_scorer, samples)
+    role_baselines = core.role_baselines
+    if needs_role_baselines(cfg):
+        decay = cfg.algorithm.role_decay
+        samples, role_baselines = with_role_baselines(samples, role_baselines, decay)
+        metrics |= {f"role_baseline/{name}": value for name, value in role_baselines.items()}
     if needs_score_norms(cfg):
         samples = add_score_norms(core, samples)
     with core.clock.timed("adv"), core.no_compile("scoring"):
@@ -122,7 +130,7 @@ def make_experience(
         )
     trained = [*samples, *demonstrations]
     metrics |= more_metrics | part_metrics(trained, core.clock.step, cfg.algorithm)
-    return Experience(mini_batches, len(rollouts), scale, metrics)
+    return Experience(mini_batches, len(rollouts), scale, role_baselines, metrics)
 
 
 def score(core: Core, mini_batches: list[MiniBatch]) -> list[MiniBatch]:

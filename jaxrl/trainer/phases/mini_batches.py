@@ -61,6 +61,8 @@ def to_sample(rollout: Rollout, *, group: int = 0) -> TrainingSample:
         images=rollout.images,
         axis_positions=rollout.axis_positions,
         truncated=rollout.finish == "length",
+        role=rollout.role,
+        source=prompt.source,
         group=group,
         prompt_id=prompt.id,
         sample=rollout.sample,
@@ -83,6 +85,9 @@ def to_samples(
     n_loss_tokens = sum(r.n_loss_tokens for r in sequences)
     samples = [to_sample(sequence, group=group) for sequence in sequences]
     samples[0] = dataclasses.replace(samples[0], turn_rewards=turn_rewards)
+    if rollout.episode is not None:
+        counts = rollout.episode.counts
+        samples = [dataclasses.replace(s, role_reward=counts.get(s.role)) for s in samples]
     if "turn_anchors" in lookup(ADVANTAGES, cfg.advantage, "algorithm.advantage").inputs:
         anchors = [tuple(anchor_states(sequence)) for sequence in sequences]
         samples = [dataclasses.replace(s, anchors=a) for s, a in zip(samples, anchors, strict=True)]

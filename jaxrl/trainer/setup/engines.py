@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 
+from jaxrl.config.choices import ROLE_ADVANTAGES
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.shared_batches import SharedBatches
@@ -66,6 +67,7 @@ def open_engines(
             context_len=cfg.data.max_len,
             max_turns=cfg.env.max_turns,
             timeout_s=cfg.env.episode_timeout_s,
+            needs_role_rewards=cfg.algorithm.advantage in ROLE_ADVANTAGES,
             needs_reward=any(f.partition("?")[0] == "environment" for f in cfg.reward.functions),
         ),
         environments=host.environments,

@@ -342,6 +342,7 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         more_references=load_teachers(host, learner) if has_reference else (),
         coefs=Coefficients(**saved["coefs"]) if saved else initial_coefficients(cfg),
         reward_scale=RewardScale(**saved.get("reward_scale", {})),
+        role_baselines=saved.get("role_baselines", {}),
         peak_flops=peak_flops(devices.policy.dtype),
         position=iterator.state(),
         in_flight=(lambda: saved["in_flight"]) if "in_flight" in saved else None,

@@ -11,7 +11,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from jaxrl.config.keys import EnvConfig, SamplingConfig
+from jaxrl.config.keys import AlgorithmConfig, EnvConfig, SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
@@ -20,6 +20,7 @@ from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import AgentRunner, Agents
 from jaxrl.rollout.agents.turn import TurnReader
 from jaxrl.rollout.loop import generate
+from jaxrl.trainer.phases.mini_batches import to_samples
 from jaxrl.types import Prompt
 from tests.trainer.test_multi_turn import EOS, REPLY, Scripted, ids
 
@@ -90,6 +91,15 @@ def fork(base_url, api_key, task):
     first.turn(user("c"))
     second.turn(user("x"))
     return 0.0
+
+
+def self_play(base_url, api_key, task):
+    """A solver answers what a proposer wrote, in its conversation."""
+    proposer = Chat(base_url, task["messages"])
+    proposer.turn(model="proposer")
+    solver = Chat(base_url, proposer.messages)
+    solver.turn(user("c"), model="solver/0")
+    return {"reward": 0.0, "proposer": 1.0, "solver/0": -1.0}
 
 
 async def best_of_two(base_url, api_key, task):
@@ -329,6 +339,24 @@ def test_a_fork_keeps_the_tokens_before_it_outside_of_its_loss(agents, renderer)
     assert rollout.prompt.tokens.tolist() == shared == requests[2].tokens.tolist()
     assert rollout.tokens.tolist() == ids(renderer, "e<|im_end|>") and rollout.loss_mask.all()
     assert first.tokens.tolist() == ids(renderer, "ab<|im_end|>" + REPLY + "cd<|im_end|>")
+
+
+def test_conversations_with_rewards_have_the_names_of_their_requests(agents, renderer):
+    turns = ["ab<|im_end|>", "e<|im_end|>"]
+    ((rollout,), _) = play(agents, renderer, ["self_play"], turns, needs_role_rewards=True)
+    (proposer,) = rollout.branches
+    assert (rollout.role, proposer.role) == ("solver/0", "proposer")
+    assert rollout.loss_mask.all() and rollout.text.startswith("e")
+    samples = to_samples(rollout, AlgorithmConfig(advantage="hierarchical_grpo"))
+    assert [(s.role, s.role_reward) for s in samples] == [("solver/0", -1.0), ("proposer", 1.0)]
+    ((rollout,), _) = play(agents, renderer, ["self_play"], turns)
+    assert rollout.role == "" and rollout.branches == (), "without them they are one conversation"
+
+
+def test_a_conversation_without_a_needed_reward_has_failed(agents, renderer):
+    turns = ["ab<|im_end|>", "d<|im_end|>"]
+    ((rollout,), _) = play(agents, renderer, ["two_turns"], turns, needs_role_rewards=True)
+    assert "no reward of its conversations any; return" in rollout.episode.error
 
 
 def test_equal_requests_at_one_time_are_branches_with_different_seeds(agents, renderer):

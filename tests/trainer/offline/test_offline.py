@@ -302,7 +302,7 @@ def test_the_gradient_of_the_samples_equals_that_of_the_loss(dpo_config, name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["sft", "dpo", "aot", "mpo", "orpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "aot", "mpo", "orpo", "wpo"])
 def test_packing_does_not_change_the_trained_weights(name, request, tmp_path):
     objective = "sft" if name == "sft" else "dpo"
     config = request.getfixturevalue(f"{objective}_config")

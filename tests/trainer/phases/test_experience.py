@@ -62,6 +62,7 @@ def experience(cfg, *batches):
         clock=types.SimpleNamespace(step=6, timed=lambda phase: contextlib.nullcontext()),
         learner=types.SimpleNamespace(n_ranks=1, value_scorer=None),
         reward_scale=RewardScale(),
+        role_baselines={},
         coefs=initial_coefficients(cfg),
         logger=types.SimpleNamespace(samples=lambda step, records: None),
         no_compile=lambda phase: contextlib.nullcontext(),
