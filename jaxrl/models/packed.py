@@ -294,7 +294,7 @@ def _image_rows(
     dtype: DTypeLike,
     rules: Rules,
 ) -> tuple[Visibility | None, Float[Array, "B T n D"] | None]:
-    """What stages read of images: their visibility, and what the first layers add (deepstack).
+    """Inputs of the stages for images: their visibility, and the sums of deepstack.
 
     Raises NotImplementedError if not all of these layers are in the first stage.
     """

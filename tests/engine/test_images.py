@@ -80,9 +80,8 @@ def score(params, tokens, targets, segments, positions, features, axes, chunk=64
     hidden = forward_packed(
         params, tokens, segments, positions, features=features, axis_positions=axes, rules=TRAIN
     )
-    return token_scores(hidden, params.unembed, targets, temperature=1.0, chunk=chunk, rules=TRAIN)[
-        0
-    ]
+    how = dict(temperature=1.0, logit_softcap=params.cfg.logit_softcap, chunk=chunk, rules=TRAIN)
+    return token_scores(hidden, params.unembed, targets, **how)[0]
 
 
 def trainer_logps(cfg, params, requests, results) -> list[np.ndarray]:
@@ -194,7 +193,7 @@ def test_tokens_of_an_image_see_each_other(one_device, name, stacked):
     """
     params = load(name, stacked=stacked)
     cfg = params.cfg
-    requests = requests_of(cfg, 0, prompts=APART, max_tokens=60)
+    requests = requests_of(cfg, 0, prompts=APART, max_tokens=60, ignore_stop=True)
     small = make_engine(name, cfg, max_num_batched_tokens=128)
     small.allocate()
     limit_pages(small, 6)

@@ -180,8 +180,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(name, sizes, rules, stacked):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4"])
+@pytest.mark.parametrize("name", graded(["qwen2_5_vl", "gemma4"], thorough=["qwen2_5_vl"]))
 def test_both_orders_of_a_pipeline_give_the_gradients_of_one_device(name):
     """With deepstack features after the first layer, and images whose tokens see each other."""
     tokens, segments, positions, features, axes = inputs(name)

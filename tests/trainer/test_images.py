@@ -169,7 +169,7 @@ def test_a_critic_of_another_tower_is_refused(image_config, tmp_path):
 @pytest.mark.parametrize(
     ("kl", "change", "message"),
     [
-        ("k3", dict(image_mean=[0.1, 0.5, 0.5]), r"image_mean=\[0.5, 0.5, 0.5\] and \[0.1"),
+        ("k3", dict(image_mean=[0.1, 0.5, 0.5]), r"image_mean=\(0.5, 0.5, 0.5\) and \(0.1"),
         ("full", {}, "the features of one; set algorithm.kl_top_k"),
     ],
 )

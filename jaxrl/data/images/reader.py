@@ -48,7 +48,7 @@ class ImageReader:
         self.placeholders = self._processor.placeholders(tokenizer)
 
     def differences(self, other: "ImageReader") -> list[str]:
-        """What differs between the inputs that two models make of an image, in words."""
+        """The differences between the inputs that two models make of an image, in words."""
         found = self._processor.differences(other._processor)
         if self.placeholders != other.placeholders:
             found.append(f"image tokens {self.placeholders} and {other.placeholders}")
