@@ -1,6 +1,7 @@
 """Tests of jaxrl/environments: pool.py, worker.py, messages.py and api.py."""
 
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -119,7 +120,7 @@ def hazards(tmp_path_factory):
 @pytest.fixture
 def pool(hazards):
     with EnvironmentPool(
-        EnvConfig(name=f"{hazards}:Obey?first=yo", timeout_s=1.0, workers=32)
+        EnvConfig(name=f"{hazards}:Obey?first=yo", timeout_s=60.0, workers=32)
     ) as pool:
         yield pool
 
@@ -128,9 +129,14 @@ def prompt(answer=""):
     return {"messages": [], "answer": answer, "source": "s", "extra": {}, "seed": 7}
 
 
+def limit_time(pool, seconds):
+    """Limits resets and steps from now on; all others have a limit that no load exceeds."""
+    pool._limits = dataclasses.replace(pool._limits, timeout_s=seconds)
+
+
 def results(pool, n):
     """{episode: Turn} of the next `n` results."""
-    found, deadline = {}, time.monotonic() + 20
+    found, deadline = {}, time.monotonic() + 60
     while len(found) < n and time.monotonic() < deadline:
         found |= dict(pool.collect(0.1))
     assert len(found) == n
@@ -157,9 +163,13 @@ def test_episodes_have_separate_state(pool):
 
 def test_a_failure_ends_only_its_episode(pool):
     episodes = dict(zip(start_episodes(pool, len(FAILURES) + 1), [*FAILURES, "fine"], strict=True))
-    for number, text in episodes.items():
-        pool.step(number, text)
-    for number, turn in results(pool, len(episodes)).items():
+    hanging = [number for number, text in episodes.items() if text == "hang in C"]
+    for number in episodes.keys() - hanging:
+        pool.step(number, episodes[number])
+    turns = results(pool, len(episodes) - 1)
+    limit_time(pool, 1.0)
+    pool.step(*hanging, "hang in C")
+    for number, turn in (turns | results(pool, 1)).items():
         text = episodes[number]
         if text == "fine":
             assert turn.messages == [{"role": "user", "content": "fine 1"}] and not turn.error
@@ -169,10 +179,11 @@ def test_a_failure_ends_only_its_episode(pool):
 
 
 def test_failures_in_reset_end_the_episode(pool):
-    episodes = {
-        pool.start(prompt(text)): text for text in ("raise", "hang", "default", "text", "wrong")
-    }
-    found = {episodes[number]: turn for number, turn in results(pool, 5).items()}
+    episodes = {pool.start(prompt(text)): text for text in ("raise", "default", "text", "wrong")}
+    turns = results(pool, 4)
+    limit_time(pool, 1.0)
+    episodes[pool.start(prompt("hang"))] = "hang"
+    found = {episodes[number]: turn for number, turn in (turns | results(pool, 1)).items()}
     assert "KeyError" in found["raise"].error and "within 1 s" in found["hang"].error
     assert found["default"] == Turn(None)
     assert found["text"].messages == [{"role": "user", "content": "go"}]

@@ -18,8 +18,6 @@ from tests.rewards.test_pool import is_alive, rollout, wait_until_gone
 FUNCTIONS = """
 import os, pickle, socket, struct, sys, threading, time
 
-IMPORT_S = {import_s}
-time.sleep(IMPORT_S)
 if os.path.exists({broken!r}):
     raise ImportError("the module has changed")
 
@@ -87,11 +85,9 @@ def bad_error(data_source, solution_str, ground_truth, extra_info):
 class Functions:
     """A module of reward functions, and the pools that use it."""
 
-    def __init__(self, folder, import_s=0.0):
+    def __init__(self, folder):
         self.broken, self.evil, self.file = folder / "broken", folder / "evil", folder / "f.py"
-        self.file.write_text(
-            FUNCTIONS.format(broken=str(self.broken), evil=str(self.evil), import_s=import_s)
-        )
+        self.file.write_text(FUNCTIONS.format(broken=str(self.broken), evil=str(self.evil)))
         self.lines = []
 
     def pool(self, name, **cfg):
@@ -301,13 +297,19 @@ def test_an_exception_without_a_message_is_an_error_of_its_call(functions):
     assert frames[-1].strip() == "raise Error"
 
 
-def test_a_replacement_is_started_before_the_time_limit_has_passed(tmp_path):
-    functions = Functions(tmp_path, import_s=1.0)
+def test_a_replacement_is_started_before_the_time_limit_has_passed(functions, monkeypatch):
     with functions.pool("length", workers=1, timeout_s=3.0, error_value=-1.0) as pool:
-        start = time.monotonic()
-        late = pool.score([rollout("a", sleep=100.0), rollout("bb")])
-        assert time.monotonic() - start < 3.0 + 1.0, "the replacement is ready at the limit"
-        assert [r.value for r in late] == [-1, 2]
+        runner, n_workers = pool._runner, []
+        late = runner._late
+
+        def counted_late(worker):
+            n_workers.append(len(workers(pool)))
+            return late(worker)
+
+        monkeypatch.setattr(runner, "_late", counted_late)
+        scored = pool.score([rollout("a", sleep=100.0), rollout("bb")])
+        assert n_workers == [1 + 1], "the replacement had been started at the limit"
+        assert [r.value for r in scored] == [-1, 2]
         assert len(workers(pool)) == 1 + 1, "one spare is kept after a timeout"
 
 

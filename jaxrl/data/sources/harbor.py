@@ -165,7 +165,7 @@ def _read_dockerfile(folder: Path) -> tuple[str, list[tuple[str, str]], dict[str
             case "FROM", [_]:
                 pass
             case "WORKDIR", [given]:
-                workdir = str(Path(workdir, given)) if copies or given[0] != "/" else given
+                workdir = str(Path(workdir, given))
             case "ENV", [*pairs] if pairs and all("=" in pair for pair in pairs):
                 env |= dict(pair.split("=", 1) for pair in pairs)
             case "COPY", [*sources, target] if sources and not rest.startswith(("-", "[")):
