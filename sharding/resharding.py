@@ -24,8 +24,8 @@ from sharding.mesh import MESH_AXES, axis_sizes
 from sharding.tree import PyTree
 
 Leaf = jax.Array | jax.ShapeDtypeStruct
-# Resharded at a time, on a device of the destination. On TPU a gathered array is copied to the result
-# except in a loop, so only small ones are gathered without one.
+# Resharded at a time, on a device of the destination. On TPU a gathered array is copied to the
+# result except in a loop, so only small ones are gathered without one.
 GROUP_BYTES = {"tpu": 32 * 2**20}
 GROUP_BYTES_ELSEWHERE = 512 * 2**20
 Factors = Mapping[str, tuple[str, ...]]  # mesh axis -> its axes of the factored mesh, slowest first
