@@ -85,6 +85,11 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_gpt_oss_120b.v5p-4x4x4": ("grpo_gpt_oss_120b", "v5p:4x4x4", {}),
     "grpo_gemma_4_e4b.v5e-2x4": ("grpo_gemma_4_e4b", "v5e:2x4", {}),
     "grpo_gemma_4_31b_lora.v5e-2x4": ("grpo_gemma_4_31b_lora", "v5e:2x4", {}),
+    "grpo_gemma_4_31b_nf4_lora.v5e-2x4": (
+        "grpo_gemma_4_31b_lora",
+        "v5e:2x4",
+        {"lora.base_dtype": "nf4", "learner.offload": "()"},
+    ),
     "grpo_deepseek_v3_lora_h100.h100-64": ("grpo_deepseek_v3_lora_h100", "h100:64", {}),
     "grpo_glm_4_5_air.h100-8": ("grpo_glm_4_5_air", "h100:8", {}),
     "grpo_glm_4_5_air.v5p-2x2x2": ("grpo_glm_4_5_air", "v5p:2x2x2", {}),

@@ -74,9 +74,11 @@ def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
         state, work = state + held, work + in_update
     state += ("optimizer" not in offload) * optimizer
     made = 0.0
+    copy = policy.rollout_copy * policy.rollout_bytes
     if job.rollout_copies(settings.mesh, settings.rollout_tensor):
-        idle = policy.held_bytes if "policy" in offload else 0
-        made = policy.rollout_copy * policy.rollout_bytes - idle
+        made = copy - policy.held_bytes * ("policy" in offload)
+    if policy.expanded_bytes and policy.stacked:  # decode copies stacks in nf4 to another layout
+        made += copy
     return MemoryEstimate(state + work, state + made)
 
 
@@ -290,7 +292,8 @@ def _passes_seconds(
     rule = local * rule_seconds(d, rate, tp * chip.memory_bytes_per_s)
     copies = local * wide * copied_features(d, e, tp) / chip.memory_bytes_per_s
     products = (local * in_layers + sizes.local_tokens / sizes.stage * 2 * sizes.head) / rate
-    compute = products + copies + rule
+    expanded = sizes.calls * sizes.gathered * sizes.expanded_bytes / chip.memory_bytes_per_s
+    compute = products + copies + rule + expanded
     gathered = _gathered_params(sizes, settings) * wide
     gather = _collective_seconds(chip, gathered, sizes.fsdp, sizes.fsdp * e * tp)
     activations = (
@@ -320,7 +323,7 @@ def _passes_seconds(
     # Frozen weights have no gradient: backward computes and sends about half as much. The rule of
     # gated DeltaNet is computed again under every policy.
     passes = 1 if job.cfg.lora.rank else 2
-    backward = passes * (products + copies) + (1 + RULE_BACKWARD) * rule + recompute
+    backward = passes * (products + copies) + (1 + RULE_BACKWARD) * rule + recompute + expanded
     reduced = 0.0
     if sizes.fsdp > 1 and passes > 1:
         layers = sizes.calls * sizes.layer * sizes.n_layers * wide
@@ -388,7 +391,8 @@ def rollout_seconds(job: Job, sizes: Sizes, free: float) -> float:
     fitting = max(int((free - slots) // max(sizes.sequence_bytes, 1)), 1)
     together = min(fitting, cfg.max_num_seqs, math.ceil(job.n_sequences / sizes.n_replicas))
     waves = math.ceil(job.n_sequences / (together * sizes.n_replicas))
-    weights = sizes.rollout_copy * sizes.rollout_bytes / chip.memory_bytes_per_s
+    moved = sizes.rollout_bytes + sizes.expanded_bytes
+    weights = sizes.rollout_copy * moved / chip.memory_bytes_per_s
     filled = (job.lengths.prompt + job.lengths.response) / job.cfg.data.max_len
     cache = together * (filled * sizes.sequence_bytes + 2 * sizes.slot_bytes)
     if cfg.layout != "replicas":

@@ -25,6 +25,7 @@ from jaxrl.models.vision.config import TowerConfig
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.topology import Topology
+from jaxrl.planner.traffic import expanded_bytes
 from jaxrl.types import Tree
 from sharding import abstract_mesh, bytes_per_device
 
@@ -147,6 +148,7 @@ class ModelFacts:
     params: int
     stored_bytes: float  # of a parameter
     rollout_bytes: float  # of a parameter in the engine
+    expanded_bytes: float  # that a product moves for a parameter in nf4
     optimizer_bytes: float  # of a trained parameter
     adapters: Mapping[Axes, int]  # parameters by logical axes
     steps_by_layer: bool
@@ -208,6 +210,7 @@ class Sizes:
     item_bytes: int  # of a weight in its product
     stored_bytes: float  # of a weight in memory, on average
     rollout_bytes: float  # the same in the engine
+    expanded_bytes: float  # that a product moves for a parameter in nf4
     optimizer_bytes: float  # of the optimizer state, per device
     gradient_bytes: float  # of the sums over micro-batches, per device
     step_parts: int  # parts of an optimizer step with state in host memory: layers, or 1
@@ -275,6 +278,7 @@ def _model_facts(job: Job, role: str) -> ModelFacts:
         params=n_params(dataclasses.replace(decoder, stacked=True)),
         stored_bytes=stored_bytes_per_param(adapted, dtype),
         rollout_bytes=stored_bytes_per_param(in_engine, dtype),
+        expanded_bytes=expanded_bytes(adapted, job.machine.platform),
         optimizer_bytes=optimizer_bytes_per_param(cfg.learner, adapted, dtype),
         adapters=adapter_params(adapted),
         steps_by_layer=steps_by_layer(cfg.learner, placed),
@@ -328,6 +332,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         item_bytes=facts.dtype.itemsize,
         stored_bytes=facts.stored_bytes,
         rollout_bytes=facts.rollout_bytes,
+        expanded_bytes=facts.expanded_bytes,
         optimizer_bytes=trained * facts.optimizer_bytes / sharing,
         gradient_bytes=4 * trained / summing,
         step_parts=d.L if stage == 1 and facts.steps_by_layer else 1,

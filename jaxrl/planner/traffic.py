@@ -10,6 +10,8 @@ from jaxrl.models.layers.experts import ROOM
 RULE_MOVES = 12.5
 RULE_BACKWARD = 2.5
 RULE_ARRAYS = 2.2
+# Fitted to a compiled plan of Gemma 4 31B: levels, pairs of them and blocks are float32 arrays.
+NF4_MOVES = 20.0
 
 
 def rule_seconds(d: DecoderConfig, flops_per_s: float, bytes_per_s: float) -> float:
@@ -48,6 +50,11 @@ def copied_features(d: DecoderConfig, expert: int, tensor: int) -> float:
     copies = min(expert, ROOM)
     features = (ffn.top_k * (2 * d.D + 3 * ffn.F / tensor) for ffn in d.expert_layers)
     return copies * sum(features, 0.0)
+
+
+def expanded_bytes(d: DecoderConfig, platform: str) -> float:
+    """Bytes per parameter that a TPU moves to dequantize nf4 for a product; else 0."""
+    return NF4_MOVES if d.base_dtype == "nf4" and platform == "tpu" else 0.0
 
 
 def _rule_features(d: DecoderConfig) -> float:

@@ -132,7 +132,7 @@ FAMILIES = {
         tuple(f"google/gemma-4-{size}-it" for size in ("E2B", "E4B", "31B", "26B-A4B")),
         (
             "`configs/grpo_gemma_4_e4b.py` and `configs/grpo_gemma_4_31b_lora.py` are for one host "
-            "of TPU v5e; compiled, the second one's decode is too slow to use.",
+            "of TPU v5e. The second one has an int8 base: a TPU dequantizes nf4 too slowly.",
             "Five of six layers have a window. Keys and values of E2B's and E4B's last layers are "
             "those of earlier ones, so their KV pages are few.",
             "The inputs of each layer by token are a table of 2.3 (E2B) and 2.8 (E4B) billion "

@@ -76,6 +76,41 @@ def test_the_engines_copy_is_as_small_as_its_dtype(quantized):
     assert rollout_seconds(small, copies[1], 1e9) < rollout_seconds(whole, copies[0], 1e9)
 
 
+def test_adapters_are_sharded_along_one_side_only():
+    """Rank 4, fsdp 4 x tensor 2. By hand, per layer: A of q, k, v, gate and up is over fsdp,
+    A of o and down over tensor; B of the former over tensor, B of the latter over fsdp."""
+    adapted = job(run(lora__rank=4))
+    mesh = CandidateSettings({"fsdp": 4, "tensor": 2}, 256, "full")
+    sizes = model_sizes(adapted, "policy", mesh)
+    a = 5 * 64 // 4 + 64 // 2 + 128 // 2
+    b = (64 + 2 * 32 + 2 * 128) // 2 + 2 * 64 // 4
+    assert sizes.trained == sizes.adapters == TINY.L * 4 * (a + b)
+    assert sizes.gradient_bytes == 4 * sizes.trained
+    assert sizes.optimizer_bytes / sizes.trained == pytest.approx(8, rel=1e-3)  # two moments
+    whole = model_sizes(job(), "policy", mesh)
+    assert whole.adapters == 0 and whole.trained == whole.held
+    base = sizes.held * sizes.stored_bytes
+    assert sizes.held_bytes - base == sizes.adapters * sizes.item_bytes
+
+
+def test_a_tpu_moves_float32_arrays_of_weights_in_nf4():
+    """20 bytes for each parameter of a replica, in every decode step; a GPU and int8 do not."""
+
+    def expanded_s(chip: str, base: str) -> tuple[float, float]:
+        """Seconds of 64 decode steps without the stored weights; those of 20 bytes each."""
+        kind = "tpu" if chip == "v5e" else "gpu"
+        where = Topology(chip, kind, CHIPS[chip], list(range(8)))
+        cfg = run(lora__rank=4, lora__base_dtype=base, algorithm__correction="token_tis")
+        one = job(cfg, where=where)
+        sizes, rate = model_sizes(one, "policy", MESH), CHIPS[chip].memory_bytes_per_s
+        read = 64 * sizes.rollout_copy * sizes.rollout_bytes / rate
+        return rollout_seconds(one, sizes, 1e9) - read, 64 * 20 * sizes.rollout_copy / rate
+
+    expanded, by_hand = expanded_s("v5e", "nf4")
+    assert expanded - expanded_s("v5e", "int8")[0] == pytest.approx(by_hand)
+    assert expanded_s("h100", "nf4")[0] == pytest.approx(expanded_s("h100", "int8")[0])
+
+
 def test_a_list_of_layers_keeps_fewer_arrays():
     """By hand: three times the inputs and outputs of a layer's products, or once."""
     sizes = dict(tensor=1, expert=1, stream=64)
