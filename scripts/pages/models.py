@@ -376,7 +376,7 @@ def best(cfg: RunConfig, decoder: DecoderConfig, machine: str) -> Candidate | No
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     job = Job(cfg, decoder, Topology(machine, platform, CHIPS[kind], devices), lengths)
     limit = MARGIN * CHIPS[kind].memory_bytes
-    fitting = (found for found in candidates(job) if found.bytes < limit)
+    fitting = (found for found in candidates(job, limit) if found.bytes < limit)
     return min(fitting, key=lambda found: (round(found.step_s, 6), found.bytes), default=None)
 
 
