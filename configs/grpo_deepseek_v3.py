@@ -10,8 +10,8 @@ Data, batches and lengths are those of configs/grpo_30b_a3b.py.
 
 Mesh: fsdp 64 x expert 2 x tensor 2. The rollout has 8 replicas of 32 chips, tensor 8 x expert 4.
 
-Memory: the optimizer state is in host memory. Layers are stacked (model.layers), so that programs
-compile in a tenth of the time.
+Memory: the optimizer state is in host memory, 30 GiB per chip. Layers are stacked
+(model.layers), so that programs compile in a tenth of the time.
 
 Minutes and result: not measured yet. By the planner's formulas an update needs 66.0 of the 81.4 GiB
 that rollout.memory_utilization allows, the rollout 52.1 without KV pages, and a step takes 244 s or
