@@ -150,6 +150,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     from jaxrl.engine.engine import PagedEngine
     from jaxrl.models.decoder import init_model
     from jaxrl.models.files.hf_load import load_model
+    from jaxrl.models.flops import score_features
     from jaxrl.models.kv_cache import page_bytes, slot_bytes
     from jaxrl.planner.model_shape import model_shape
     from jaxrl.runtime.host_memory import keep_freed_memory
@@ -187,7 +188,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             head_params=params.unembed.size,
             param_bytes=params.embed.dtype.itemsize,
             key_bytes=sum(page_bytes(cfg, 1, engine.pool.dtype).values()),
-            key_flops=4 * cfg.score_features,
+            key_flops=4 * score_features(cfg),
             state_bytes=slot_bytes(cfg, engine.pool.dtype),
         )
         clock = time.process_time if on_cpu else time.perf_counter

@@ -18,6 +18,7 @@ import math
 import os
 import pathlib
 import sys
+import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -90,6 +91,8 @@ PLANS = {  # name -> config, topology, overrides
         "v5e:2x4",
         {"lora.base_dtype": "nf4", "learner.offload": "()"},
     ),
+    "grpo_deepseek_v3.v5p-4x8x8": ("grpo_deepseek_v3", "v5p:4x8x8", {}),
+    "grpo_deepseek_v3_h100.h100-256": ("grpo_deepseek_v3_h100", "h100:256", {}),
     "grpo_deepseek_v3_lora_h100.h100-64": ("grpo_deepseek_v3_lora_h100", "h100:64", {}),
     "grpo_glm_4_5_air.h100-8": ("grpo_glm_4_5_air", "h100:8", {}),
     "grpo_glm_4_5_air.v5p-2x2x2": ("grpo_glm_4_5_air", "v5p:2x2x2", {}),
@@ -188,7 +191,13 @@ def plan_of(name: str) -> Plan:
     cfg, machine = config_of(name), topology(PLANS[name][1])
     decoder = model_shape(cfg.model.path)
     tower = tower_shape(cfg.model.path) if cfg.data.images else None
-    return make_plan(cfg, decoder, machine, tower=tower, lengths=LENGTHS.get(name))
+    lengths = LENGTHS.get(name)
+    return make_plan(cfg, decoder, machine, tower=tower, lengths=lengths, on_start=log_start)
+
+
+def log_start(line: str) -> None:
+    """Prints which program is compiled, with the time of day."""
+    print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
 
 
 def command(name: str) -> str:

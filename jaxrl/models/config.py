@@ -1,6 +1,7 @@
 """The architecture of a decoder: frozen dataclasses describe the layers of every family."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -286,6 +287,10 @@ class DecoderConfig:
     tower: Any = None  # TowerConfig of a vision tower that is trained; None: it is not a part
     stacked: bool = False  # equal layers are stacked on a leading axis and scanned, else a list
 
+    def __hash__(self) -> int:
+        """Reads few fields: the hash of all layers takes longer than a formula of the planner."""
+        return hash((self.family, self.D, self.V, self.L, self.stacked, self.base_dtype))
+
     @property
     def L(self) -> int:
         return len(self.layers)
@@ -313,28 +318,20 @@ class DecoderConfig:
         kinds = (AttentionConfig, MLAConfig)
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, kinds)]
 
-    @property
+    @functools.cached_property
     def delta_layers(self) -> list[GatedDeltaNetConfig]:
         """The gated DeltaNet of the layers that have one, in order."""
         return [
             layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetConfig)
         ]
 
-    @property
+    @functools.cached_property
     def state_layers(self) -> list[GatedDeltaNetConfig | ShortConvConfig]:
         """The mixers with a state of constant size, in order."""
         kinds = (GatedDeltaNetConfig, ShortConvConfig)
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, kinds)]
 
-    @property
-    def score_features(self) -> int:
-        """Features of all layers' queries: a (query, key) pair has two products of so many."""
-        return sum(
-            mixer.N * (max(mixer.H, mixer.V) if isinstance(mixer, MLAConfig) else mixer.H)
-            for mixer in self.paged_layers
-        )
-
-    @property
+    @functools.cached_property
     def expert_layers(self) -> list[MoEConfig]:
         """The mixtures of experts in order of the layers; none in a dense model."""
         return [layer.ffn for layer in self.layers if isinstance(layer.ffn, MoEConfig)]

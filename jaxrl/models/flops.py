@@ -1,5 +1,7 @@
 """Floating-point operations of a decoder, as model FLOPs utilization (MFU) counts them."""
 
+import functools
+
 import numpy as np
 from jaxtyping import Int
 
@@ -33,6 +35,15 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
         else:
             products += 2 * mixer.token_products * n.sum()
     return float(2 * weights * n.sum() + products)
+
+
+@functools.cache
+def score_features(cfg: DecoderConfig) -> int:
+    """Features of all layers' queries: a (query, key) pair has two products of so many."""
+    return sum(
+        mixer.N * (max(mixer.H, mixer.V) if isinstance(mixer, MLAConfig) else mixer.H)
+        for mixer in cfg.paged_layers
+    )
 
 
 def _visible_keys(n: np.ndarray, window: int) -> np.ndarray:

@@ -5,6 +5,7 @@ Their constants are fitted to the compiled plans of docs/plans: the memory of an
 """
 
 import dataclasses
+import functools
 import math
 
 from jaxrl.config.remat import parse_remat
@@ -12,6 +13,7 @@ from jaxrl.engine.device.kv_pool import n_state_slots
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
+from jaxrl.models.flops import score_features
 from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
 from jaxrl.planner.tower import tower_bytes
@@ -199,7 +201,7 @@ def kept_features(
     again, in chunks (learner.mlp_chunk). A loop over stacked layers keeps every intermediate array
     of "none"; in a list, the compiler computes those between two products again.
     """
-    outputs = d.score_features + kept_rule_features(d)
+    outputs = score_features(d) + kept_rule_features(d)
     attention = outputs / d.L / tensor
     projected, ffw = (features / tensor for features in _ffw_products(d, expert))
     every = _product_features(d, tensor, expert)
@@ -220,11 +222,13 @@ def _product_features(d: DecoderConfig, tensor: int, expert: int) -> float:
     return 2 * d.D + (2 * _head_features(d) + _ffw_products(d, expert)[1]) / tensor
 
 
+@functools.cache
 def _head_features(d: DecoderConfig) -> float:
     """Features of the heads of a layer, on average."""
     return sum(layer.mixer.head_features for layer in d.layers) / d.L
 
 
+@functools.cache
 def _ffw_products(d: DecoderConfig, expert: int) -> tuple[float, float]:
     """Features per token of the feed-forward part of a layer, on average.
 
@@ -242,6 +246,12 @@ def _ffw_products(d: DecoderConfig, expert: int) -> tuple[float, float]:
 
     first, every = zip(*(features(layer.ffn) for layer in d.layers), strict=True)
     return sum(first) / d.L, sum(every) / d.L
+
+
+@functools.cache
+def _active_features(d: DecoderConfig) -> int:
+    """Features of the feed-forward parts of all layers that a token uses, in every matrix."""
+    return sum(layer.ffn.n_matrices * layer.ffn.active_features for layer in d.layers)
 
 
 def _recompute_seconds(
@@ -285,7 +295,7 @@ def _passes_seconds(
     chip, d = job.machine.chip, sizes.decoder
     tp, s, e, wide = sizes.tensor, sizes.sequence, sizes.expert, sizes.item_bytes
     seq_len = job.lengths.prompt + job.lengths.response
-    attention = 2 * 2 * d.score_features * seq_len / 2
+    attention = 2 * 2 * score_features(d) * seq_len / 2
     in_layers = 2 * (sizes.active_params - sizes.head * (1 if d.tied else 2)) + attention
     local = sizes.calls * sizes.call_tokens / sizes.stage  # tokens, each in all layers
     rate = tp * chip.rate("f32" if wide == 4 else "bf16")
@@ -310,13 +320,12 @@ def _passes_seconds(
         sent = sizes.calls * sizes.call_tokens * wide * d.D / sizes.residual
         activations += sent / _rate(chip, len(job.machine.devices))
     forward = _overlapped(compute, gather) + activations
-    active = sum(layer.ffn.n_matrices * layer.ffn.active_features for layer in d.layers)
     recompute = _recompute_seconds(
         settings.remat,
         d.L // sizes.stage,
         compute=compute,
         attention=local * attention / rate + rule,
-        mlp=local * 2 * d.D * active / rate if sizes.n_chunks > 1 else 0.0,
+        mlp=local * 2 * d.D * _active_features(d) / rate if sizes.n_chunks > 1 else 0.0,
         other=activations,
         copies=2 * d.L * local * wide * d.D / chip.host_bytes_per_s,
     )

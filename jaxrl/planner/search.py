@@ -192,11 +192,12 @@ def _with_one_shape(job: Job) -> Job:
     return dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, learner=learner))
 
 
-def candidates(job: Job) -> Iterator[Candidate]:
+def candidates(job: Job, limit: int | float = math.inf) -> Iterator[Candidate]:
     """All meshes that divide the models, and the settings of an update that memory depends on.
 
     These are token budgets, remat policies, offload, ZeRO and chunks of MLPs. The rollout of a mesh
-    has the fastest tensor axis, unless the config sets one.
+    has the fastest tensor axis, unless the config sets one. Settings that exceed `limit` bytes are
+    not tried with larger token budgets.
     """
     row, tensors = max(job.cfg.learner.row_lens), rollout_tensors(job)
     for mesh in meshes(job):
@@ -204,17 +205,21 @@ def candidates(job: Job) -> Iterator[Candidate]:
         offloads = offload_sets(job, mesh, tensor)
         levels, stages = zero_levels(job, mesh), mesh["stage"]
         orders = ("gpipe",) if stages == 1 else ("gpipe", "1f1b")
+        too_large = set()
         for rows in BUDGET_ROWS if stages == 1 else [n * stages for n in STAGE_ROWS]:
             tokens, chunks = rows * row * mesh["sequence"], [job.cfg.learner.mlp_chunk]
             if not chunks[0] and (rows if stages == 1 else 1) * row > MLP_CHUNK:
                 chunks.append(MLP_CHUNK)
             every = itertools.product(REMATS, offloads, levels, chunks, orders)
-            for remat, offload, zero, chunk, schedule in every:
-                if schedule == "gpipe" or remat in REMATS_OF_1F1B:
-                    chosen = remat, offload, zero, chunk, schedule
-                    yield estimate(
-                        job, CandidateSettings(mesh, tokens, *chosen, rollout_tensor=tensor)
-                    )
+            for chosen in every:
+                remat, *_, schedule = chosen
+                if (schedule == "1f1b" and remat not in REMATS_OF_1F1B) or chosen in too_large:
+                    continue
+                settings = CandidateSettings(mesh, tokens, *chosen, rollout_tensor=tensor)
+                found = estimate(job, settings)
+                if found.bytes > limit:
+                    too_large.add(chosen)
+                yield found
 
 
 def meshes(job: Job) -> Iterator[dict[str, int]]:

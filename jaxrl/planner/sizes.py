@@ -297,9 +297,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
     cfg, d, params, head = facts.cfg, facts.decoder, facts.params, facts.decoder.V * facts.decoder.D
     size = collections.defaultdict(lambda: 1, settings.mesh)
     tp, s, e, stage = size["tensor"], size["sequence"], size["expert"], size["stage"]
-    experts = sum(3 * ffn.E * ffn.F * d.D for ffn in d.expert_layers)
-    active = sum(3 * ffn.top_k * ffn.F * d.D for ffn in d.expert_layers)
-    mlps = sum(layer.ffn.n_matrices * layer.ffn.dense_features * d.D for layer in d.layers)
+    experts, active, mlps = _ffw_params(d)
     ends = head * (1 if d.tied else 2) / tp
     layer = (((params - experts) + experts / e) / tp - ends) / d.L
     gathered = layer * d.L / stage + ends
@@ -352,6 +350,15 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         slot_bytes=facts.slot_bytes / kv_shards,
         n_replicas=n_replicas,
     )
+
+
+@functools.cache
+def _ffw_params(d: DecoderConfig) -> tuple[int, int, int]:
+    """Parameters of all layers: (experts, the experts of one token, MLPs that every token uses)."""
+    experts = sum(3 * ffn.E * ffn.F * d.D for ffn in d.expert_layers)
+    active = sum(3 * ffn.top_k * ffn.F * d.D for ffn in d.expert_layers)
+    mlps = sum(layer.ffn.n_matrices * layer.ffn.dense_features * d.D for layer in d.layers)
+    return experts, active, mlps
 
 
 def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype) -> int:

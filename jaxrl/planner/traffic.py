@@ -1,5 +1,7 @@
 """Memory traffic and work of a forward pass next to its products with weights, per token."""
 
+import functools
+
 from jaxrl.kernels.gated_delta.chunked import CHUNK, MAX_WORK
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.experts import ROOM
@@ -41,6 +43,7 @@ def kept_rule_features(d: DecoderConfig) -> int:
     return sum(m.N * m.V for m in d.delta_layers)
 
 
+@functools.cache
 def copied_features(d: DecoderConfig, expert: int, tensor: int) -> float:
     """Features of all layers that are read and written for a token's copies, one per expert.
 

@@ -153,6 +153,24 @@ FAMILIES = {
         ),
         DENSE_AND_EXPERTS,
     ),
+    "deepseek_v3": Family(
+        "DeepSeek-V3",
+        "deepseek_v3",
+        ("moonshotai/Moonlight-16B-A3B-Instruct", "deepseek-ai/DeepSeek-V3"),
+        (
+            "All weights of DeepSeek-V3 need 256 devices: `configs/grpo_deepseek_v3.py` (TPU v5p) "
+            "and `configs/grpo_deepseek_v3_h100.py`. `configs/grpo_deepseek_v3_lora_h100.py` "
+            "trains adapters over an int8 base on 64 H100. The three have longer responses than "
+            "the rows, and settings by formula: none is compiled yet.",
+            "Layers have latent attention: the KV pages of a token hold 512 + 64 numbers per layer "
+            "([notes](../reference/models.md#latent-attention)).",
+            "The first layers are dense, and their projections have the names of those of experts "
+            "in adapter files. The rows with LoRA leave out both ([LoRA](../how_to/lora.md)).",
+            "Kimi-K2 (`kimi_k2`) has the same layers. [Mixtures of experts](../concepts/moe.md) "
+            "explains the keys of experts and of the router's correction bias.",
+        ),
+        DENSE_AND_EXPERTS,
+    ),
     "llama3": Family(
         "Llama 3",
         "llama",
@@ -233,7 +251,6 @@ layers without experts ([LoRA](../how_to/lora.md)). NAME is, in the order of the
 OTHERS = {
     "google/gemma-4-12B-it": "`gemma4_unified`; the language model",
     "zai-org/GLM-4.7-Flash": "`glm4_moe_lite`; [notes](../reference/models.md#latent-attention)",
-    "moonshotai/Moonlight-16B-A3B-Instruct": "`deepseek_v3`; Kimi-K2 is `kimi_k2`",
     "allenai/OLMo-2-1124-7B-Instruct": "`olmo2`; OLMo 3 is `olmo3`",
     "microsoft/Phi-4-mini-instruct": "`phi3`; lengths up to 4,096 tokens",
     "zai-org/GLM-4-9B-0414": "`glm4`; GLM-Z1 too",
@@ -359,7 +376,7 @@ def best(cfg: RunConfig, decoder: DecoderConfig, machine: str) -> Candidate | No
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     job = Job(cfg, decoder, Topology(machine, platform, CHIPS[kind], devices), lengths)
     limit = MARGIN * CHIPS[kind].memory_bytes
-    fitting = (found for found in candidates(job) if found.bytes < limit)
+    fitting = (found for found in candidates(job, limit) if found.bytes < limit)
     return min(fitting, key=lambda found: (round(found.step_s, 6), found.bytes), default=None)
 
 

@@ -61,6 +61,8 @@ DEVICES = {
     "grpo_qwen3_5_35b_a3b_h100": 64,
     "grpo_gpt_oss_120b": 64,
     "grpo_gpt_oss_120b_h100": 64,
+    "grpo_deepseek_v3": 256,
+    "grpo_deepseek_v3_h100": 256,
     "grpo_deepseek_v3_lora_h100": 64,
     "grpo_glm_4_5_air": 8,
     "grpo_gemma_4_e4b": 8,

@@ -42,6 +42,15 @@ def test_candidates_are_the_meshes_that_divide_the_model():
     assert len(found) == 2 * n
 
 
+def test_a_limit_leaves_out_larger_budgets_only_of_settings_that_exceed_it():
+    every, limited = list(candidates(job())), list(candidates(job(), TIGHT))
+    assert [c for c in limited if c.bytes <= TIGHT] == [c for c in every if c.bytes <= TIGHT]
+    larger = [c for c in limited if c.bytes > TIGHT]
+    # One of each setting, which has the smallest budget that exceeds the limit.
+    assert 0 < len(larger) == len({(*c.mesh.items(), c.remat, c.offload) for c in larger})
+    assert len(limited) < len(every)
+
+
 @pytest.mark.thorough
 def test_long_rows_are_tried_with_mlps_in_chunks():
     long = run(learner__token_budget=8192, learner__buckets=(8192,))

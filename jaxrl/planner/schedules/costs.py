@@ -15,6 +15,7 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.engine.device.batches import DispatchShapes, dispatch_shapes
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_scores, policy_is_teacher
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.flops import score_features
 from jaxrl.planner.calibration import Factor, factors_of
 from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.schedules.engine import EngineCosts, ReplicaUsage, SimulatedEngine
@@ -184,7 +185,7 @@ class RunCosts:
         whole = parse_remat(cfg.learner.remat).policy in ("full", "offload")
         update = 2 + 5 + 2 * whole
         scored = 2 * (needs_old_logp(cfg) + needs_ref_scores(cfg) + policy_is_teacher(cfg))
-        flops = 2 * (scored + update * cfg.learner.epochs) * d.score_features
+        flops = 2 * (scored + update * cfg.learner.epochs) * score_features(d)
         per_flop = decode["seconds"]["flops"] / decode["flops"]
         if self.factors:
             per_flop /= self.factors["attention"].value
@@ -201,7 +202,7 @@ class RunCosts:
         tensor = self.cfg.rollout.tensor or self.cfg.mesh.tensor
         key_s = self.plan["page_bytes"] / self.cfg.rollout.page_len * per_byte
         weights_s = self.plan["rollout_weight_bytes"] * per_byte
-        attention_s = 4 * d.score_features / tensor * per_flop  # two products of a query and a key
+        attention_s = 4 * score_features(d) / tensor * per_flop  # two products of a query and a key
         memory_s = max(seconds["memory"] - weights_s - keys * key_s, 0.0) / n
         flops_s = max(seconds["flops"] - keys * attention_s, 0.0) / n
         if self.factors:

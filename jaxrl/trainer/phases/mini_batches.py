@@ -62,7 +62,6 @@ def to_sample(rollout: Rollout, *, group: int = 0) -> TrainingSample:
         axis_positions=rollout.axis_positions,
         truncated=rollout.finish == "length",
         role=rollout.role,
-        source=prompt.source,
         group=group,
         prompt_id=prompt.id,
         sample=rollout.sample,
