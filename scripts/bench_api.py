@@ -33,7 +33,8 @@ import numpy as np
 from jaxrl.api.wire import bytes_field, number_field
 from jaxrl.json_text import parse_json
 
-DTYPES = {"f": 1, "i": 2}
+INT64 = 2  # among the dtypes of tensors
+LANE_AXES = (None, "batch", "time")  # of the batch of a dispatch
 
 
 def main() -> None:
@@ -155,7 +156,7 @@ def _datum(rng: np.random.Generator, n: int) -> bytes:
     tokens = rng.integers(3, 250, n).astype(np.int32)
     chunk = bytes_field(1, bytes_field(1, bytes_field(1, tokens.tobytes())))
     targets = rng.integers(3, 250, n).astype(np.int64)
-    tensor = bytes_field(1, targets.tobytes()) + number_field(3, DTYPES["i"])
+    tensor = bytes_field(1, targets.tobytes()) + number_field(3, INT64)
     entry = bytes_field(1, "target_tokens") + bytes_field(2, tensor)
     return bytes_field(3, chunk + bytes_field(2, entry))
 
@@ -164,6 +165,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     """Prints the bytes of the programs of one lane and of eight."""
     import jax
     import jax.numpy as jnp
+    from jax.sharding import NamedSharding
 
     from jaxrl.api.adapters import room_for
     from jaxrl.api.losses import read_loss
@@ -173,6 +175,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     from jaxrl.data.packing import empty_batch
     from jaxrl.models.decoder import decoder_specs
     from jaxrl.models.files.hf_load import model_config
+    from jaxrl.models.spec import ParamSpec
     from jaxrl.runtime.flat_program import flatten
     from sharding import make_mesh
     from sharding.rules import TRAIN
@@ -181,22 +184,29 @@ def measure_memory(args: argparse.Namespace) -> None:
     decoder = model_config(args.model)
     room = AdapterRoom(decoder, room_for(decoder, args.rank), TRAIN)
 
-    def abstract(shape: Sequence[int], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype)
+    def abstract(
+        shape: Sequence[int], axes: Sequence[str | None] = (), dtype: Any = jnp.float32
+    ) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(jax.sharding.get_mesh(), TRAIN.spec(*axes))
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+    def of_spec(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return abstract(spec.shape, spec.axes)
 
     with jax.set_mesh(make_mesh(fsdp=1)):
         specs = decoder_specs(decoder)
-        frozen = flatten(room.frozen(jax.tree.map(lambda spec: abstract(spec.shape), specs)))
+        frozen = flatten(room.frozen(jax.tree.map(of_spec, specs)))
         n_base = sum(leaf.size * leaf.dtype.itemsize for leaf in frozen.leaves)
         found = []
         for n in (1, 8):
             batch = jax.tree.map(
-                lambda a, n=n: abstract((n, *a.shape), a.dtype), empty_batch(1, args.budget // n)
+                lambda a, n=n: abstract((n, *a.shape), LANE_AXES, a.dtype),
+                empty_batch(1, args.budget // n),
             )
             loss = jax.tree.map(
-                lambda a, n=n: abstract((n,), a.dtype), read_loss("cross_entropy", {})
+                lambda a, n=n: abstract((n,), dtype=a.dtype), read_loss("cross_entropy", {})
             )
-            weights = [[abstract(spec.shape) for _, spec in room.specs] for _ in range(n)]
+            weights = [[of_spec(spec) for _, spec in room.specs] for _ in range(n)]
             lower = functools.partial(lane_gradients.lower, room=room, dtype=jnp.float32)
             cfg = lane_config(run, args.budget // n)
             lowered = lower(weights, abstract((n,)), loss, batch, frozen, cfg=cfg)

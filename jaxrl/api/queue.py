@@ -19,7 +19,7 @@ QueuedWork = RequestWork | TrainingCall
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class QueuedRequest:
     """A request in the queue."""
 
     owner: str
@@ -98,7 +98,7 @@ class TrainingQueue:
         self._results, self._run_lanes = results, run_lanes
         self._max_lanes, self._max_queued = max_lanes, max_queued
         # By client and by model; of both, and of the requests of a model, the next one first.
-        self._waiting: dict[str, dict[str, collections.deque[Request]]] = {}
+        self._waiting: dict[str, dict[str, collections.deque[QueuedRequest]]] = {}
         self._added = asyncio.Event()
 
     def check_room(self, owner: str) -> None:
@@ -111,7 +111,7 @@ class TrainingQueue:
     def add(self, owner: str, model: str, request: str, work: QueuedWork) -> None:
         self._results.expect(request)
         queue = self._waiting.setdefault(owner, {}).setdefault(model, collections.deque())
-        queue.append(Request(owner, model, request, work))
+        queue.append(QueuedRequest(owner, model, request, work))
         self._added.set()
 
     async def run(self) -> None:
@@ -127,7 +127,7 @@ class TrainingQueue:
                 self._remove(first)
                 await self._results.run(first.id, first.work)
 
-    def _heads(self) -> Iterator[Request]:
+    def _heads(self) -> Iterator[QueuedRequest]:
         """The next request of each model, in turns between clients."""
         of_clients = [list(models.values()) for models in self._waiting.values()]
         for turn in itertools.zip_longest(*of_clients):
@@ -150,13 +150,13 @@ class TrainingQueue:
             self._remove(head)
         await asyncio.gather(*(self._results.run(head.id, call.output) for head, call in ended))
 
-    def _to_end(self, head: Request) -> None:
+    def _to_end(self, head: QueuedRequest) -> None:
         """Lets all other clients, and the other models of the client, have the next turn."""
         models = self._waiting.pop(head.owner)
         models[head.model] = models.pop(head.model)
         self._waiting[head.owner] = models
 
-    def _remove(self, head: Request) -> None:
+    def _remove(self, head: QueuedRequest) -> None:
         """Takes the next request of a model out of the queue."""
         self._to_end(head)
         models = self._waiting[head.owner]

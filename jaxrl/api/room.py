@@ -66,7 +66,7 @@ class AdapterRoom:
         return [padded(path, spec) for path, spec in self.specs]
 
     def cut(self, arrays: Arrays, model: Decoder) -> Decoder:
-        """The model with the adapter of these arrays, without padding, in place of its own one."""
+        """The model with the adapter of these arrays, without padding, in place of its adapter."""
         found = {path: array for (path, _), array in zip(self.specs, arrays, strict=True)}
         weights, frozen = split(model)
 
