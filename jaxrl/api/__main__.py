@@ -26,9 +26,12 @@ except ModuleNotFoundError as missing:
 
     raise SystemExit(f"error: there is no {missing.name}; {install_advice('serve')}") from missing
 
-from jaxrl.api.adapters import AdapterFiles, slot_adapters
+import jax
+
+from jaxrl.api.adapters import AdapterFiles, room_for
 from jaxrl.api.app import ApiApp
 from jaxrl.api.models import TrainedModels
+from jaxrl.api.room import AdapterRoom
 from jaxrl.api.sampling import AdapterSlots, Sampler, loader
 from jaxrl.api.service import Service
 from jaxrl.api.store import Store
@@ -81,7 +84,7 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
 
 def load_model(options: argparse.Namespace, run: RunConfig) -> Model:
     """The model with room for the adapters that the engine samples from."""
-    room = functools.partial(slot_adapters, n=options.slots, rank=options.max_rank)
+    room = functools.partial(room_for, rank=options.max_rank, n_stacked=options.slots)
     return open_model(run, max_len=options.max_len, room=room)
 
 
@@ -92,7 +95,11 @@ def make_service(
     engine = ServingThread(
         model.engine, model.params, model.mesh, metrics, max_tasks=2 * options.max_waiting
     )
-    trainer = Trainer(run, without_adapters(model.params), layout.rules, layout.dtype)
+    base = without_adapters(model.params)
+    room = AdapterRoom(base.cfg, room_for(base.cfg, options.max_rank), layout.rules)
+    with jax.set_mesh(model.mesh):
+        n_ranks = layout.rules.n_shards("batch")
+    trainer = Trainer(run, base, room, n_ranks, layout.dtype)
     models = TrainedModels(
         store,
         engine,

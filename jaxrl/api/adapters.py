@@ -1,6 +1,7 @@
 """Adapters as clients choose them, and the folders in which their weights and states are."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.api.room import Arrays
 from jaxrl.api.training import TrainedAdapter, Trainer, start_moments
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import read_object
@@ -15,14 +17,18 @@ from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.files.adapter import adapter_config, read_adapter, save_adapter
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.layers.mlp import SHARED_GATE
-from jaxrl.models.lora import adapter_name, linear_layers, split
-from jaxrl.types import Tree
+from jaxrl.models.lora import adapter_name, linear_layers
 
-ALPHA = 32.0  # of all adapters, as Tinker's: the learning rate need not change with the rank
+log = logging.getLogger(__name__)
+
+# Of all adapters, so that the learning rate need not change with the rank:
+# https://thinkingmachines.ai/blog/lora (the package tinker has no field for it).
+ALPHA = 32.0
+UNEMBEDDING = "lm_head"
 PARTS = {  # the layers that each switch of a client's lora_config trains, by prefix
     "train_attn": ("self_attn.", "linear_attn.", "conv."),
     "train_mlp": ("mlp.", "feed_forward.", "block_sparse_moe.", "experts."),
-    "train_unembed": ("lm_head",),
+    "train_unembed": (UNEMBEDDING,),
 }
 WEIGHTS, FIRST, SECOND = "adapter", "exp_avg", "exp_avg_sq"  # folders of a saved state
 STATE = "config.json"
@@ -37,6 +43,16 @@ class AdapterChoice:
     train_mlp: bool = True
     train_unembed: bool = True
 
+    def possible(self, decoder: DecoderConfig) -> "AdapterChoice":
+        """The choice without an unembedding that has no separate adapter, as the log then says.
+
+        The package tinker asks for one by default.
+        """
+        if not (self.train_unembed and decoder.tied):
+            return self
+        log.info("the unembedding is tied to the embedding table: train_unembed trains no adapter")
+        return dataclasses.replace(self, train_unembed=False)
+
     def lora(self, decoder: DecoderConfig, max_rank: int) -> LoRA:
         """Raises RequestError (400) for what the model or the server cannot have."""
         if not 0 < self.rank <= max_rank:
@@ -49,29 +65,23 @@ class AdapterChoice:
 
 
 def targets(decoder: DecoderConfig, switches: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the layers that the switches choose.
+    """The names of the layers that the switches choose, but for a tied unembedding.
 
-    Raises RequestError (400) if there is none, or for the unembedding of a tied model.
+    Raises RequestError (400) if there is none.
     """
     prefixes = tuple(p for switch, of in PARTS.items() if switches[switch] for p in of)
     names = [n for n in linear_layers(decoder) if n.startswith(prefixes) and prefixes]
-    names = [name for name in names if not name.endswith(SHARED_GATE)]
-    if decoder.tied and "lm_head" in names:
-        raise RequestError(
-            400,
-            "this model ties its embedding table and its unembedding, which can have no separate "
-            "adapter; set train_unembed=False",
-            param="lora_config",
-        )
+    names = [n for n in names if not n.endswith(SHARED_GATE)]
+    names = [n for n in names if n != UNEMBEDDING or not decoder.tied]
     if not names:
         raise RequestError(400, "lora_config trains no layer of this model", param="lora_config")
     return tuple(dict.fromkeys(map(adapter_name, names)))
 
 
-def slot_adapters(decoder: DecoderConfig, n: int, rank: int) -> LoRA:
-    """Room for `n` adapters of at most this rank in one engine."""
-    switches = dict.fromkeys(PARTS, True) | {"train_unembed": not decoder.tied}
-    return LoRA(rank, float(rank), targets=targets(decoder, switches), n_stacked=n)
+def room_for(decoder: DecoderConfig, rank: int, n_stacked: int = 0) -> LoRA:
+    """Room for an adapter of at most this rank, or for several in one engine; the scale is 1."""
+    switches = dict.fromkeys(PARTS, True)
+    return LoRA(rank, float(rank), targets=targets(decoder, switches), n_stacked=n_stacked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,21 +110,21 @@ class AdapterFiles:
     def load(self, folder: Path, *, optimizer: bool) -> TrainedAdapter:
         """The adapter of a saved state, with new moments unless `optimizer` is set."""
         lora = adapter_config(folder / WEIGHTS)
-        blank = self.trainer.create(lora, seed=0)
-        weights = self._read(folder / WEIGHTS, blank)
-        if not optimizer:
-            return dataclasses.replace(blank, weights=weights, moments=start_moments(weights))
-        n_steps = read_object(folder / STATE, "choose another checkpoint")["n_steps"]
-        moments = blank.moments._replace(
-            count=jnp.asarray(np.int32(n_steps)),
-            mu=self._read(folder / FIRST, blank),
-            nu=self._read(folder / SECOND, blank),
-        )
-        return dataclasses.replace(blank, weights=weights, moments=moments)
+        weights = self._read(folder / WEIGHTS, lora)
+        moments = start_moments(weights)
+        if optimizer:
+            n_steps = read_object(folder / STATE, "choose another checkpoint")["n_steps"]
+            moments = moments._replace(
+                count=jnp.asarray(np.int32(n_steps)),
+                mu=self._read(folder / FIRST, lora),
+                nu=self._read(folder / SECOND, lora),
+            )
+        return TrainedAdapter(lora, weights, moments)
 
-    def _save(self, folder: Path, adapter: TrainedAdapter, arrays: Tree) -> None:
-        save_adapter(folder, adapter.model(arrays), base=self.base, source=self.source)
+    def _save(self, folder: Path, adapter: TrainedAdapter, arrays: Arrays) -> None:
+        model = self.trainer.room.cut(arrays, self.trainer.single(adapter.lora))
+        save_adapter(folder, model, base=self.base, source=self.source)
 
-    def _read(self, folder: Path, blank: TrainedAdapter) -> Tree:
-        model = blank.model(blank.weights)
-        return split(read_adapter(folder, model, self.trainer.rules, jnp.float32))[0]
+    def _read(self, folder: Path, lora: LoRA) -> Arrays:
+        room, single = self.trainer.room, self.trainer.single(lora)
+        return room.pad(read_adapter(folder, single, room.rules, jnp.float32))

@@ -10,13 +10,18 @@ ratio to the policy that sampled, and A the advantages:
     dro                  -A logp + beta / 2 (logp - logprobs)²
     gspo                 as ppo, with the ratio of the sequence: the geometric mean of r over the
                          tokens of sequence_ratio_mask, and the gradient of each token's logp
+
+Which loss it is, and its options, are data of the compiled program (`ChosenLoss`).
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Float
 
 from jaxrl.algorithms.losses.policy_loss import cispo, dro, gspo_token, policy_gradient, ppo_clip
@@ -25,7 +30,7 @@ from jaxrl.config.schema import nearest
 from jaxrl.http.errors import RequestError
 from jaxrl.types import Batch, TrainingSample
 
-Options = tuple[tuple[str, float], ...]
+Options = Mapping[str, Float[Array, ""]]
 CLIP = ("clip_low_threshold", "clip_high_threshold")
 SAMPLED = ("logprobs", "advantages")
 
@@ -36,7 +41,7 @@ class Loss:
 
     tensors: tuple[str, ...]  # next to target_tokens; float32, one value per token
     # (logp, batch, options) -> loss of each token
-    function: Callable[[Array, Batch, Mapping[str, float]], Array]
+    function: Callable[[Array, Batch, Options], Array]
     defaults: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # None: needed
     optional: tuple[str, ...] = ()  # tensors that are 1 where they are left out
 
@@ -45,7 +50,7 @@ def _log_ratio(logp: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
     return logp - batch.rollout_logp
 
 
-def _clip(options: Mapping[str, float]) -> dict[str, float]:
+def _clip(options: Options) -> dict[str, Array]:
     """The thresholds of r as distances from 1."""
     low, high = (options[name] for name in CLIP)
     return dict(clip_low=1.0 - low, clip_high=high - 1.0)
@@ -95,6 +100,38 @@ LOSSES = {
 }
 
 
+@struct.dataclass
+class ChosenLoss:
+    """One of `LOSSES` with its options, as arrays of a program: all have the same program."""
+
+    kind: Any  # int32 [], its place in LOSSES
+    options: dict[str, Any]  # float32 [] each, by name; 0 for those that the loss does not have
+
+
+OPTIONS = (*CLIP, "beta")
+
+
+def per_token_loss(
+    logp: Float[Array, "B T"], batch: Batch, chosen: ChosenLoss
+) -> Float[Array, "B T"]:
+    """The chosen loss of each token.
+
+    All losses are computed, those that are not chosen with zeros in place of logp, logprobs and
+    advantages: they and their gradients are finite, and zero in the sum.
+    """
+    total = jnp.zeros_like(logp)
+    for kind, loss in enumerate(LOSSES.values()):
+        is_chosen = chosen.kind == kind
+        read = dataclasses.replace(
+            batch,
+            rollout_logp=jnp.where(is_chosen, batch.rollout_logp, 0.0),
+            advantages=jnp.where(is_chosen, batch.advantages, 0.0),
+        )
+        own = loss.function(jnp.where(is_chosen, logp, 0.0), read, chosen.options)
+        total = total + jnp.where(is_chosen, own, 0.0)
+    return total
+
+
 def find_loss(name: str) -> Loss:
     """Raises RequestError (400) for a loss that the server does not have."""
     if name not in LOSSES:
@@ -109,8 +146,8 @@ def find_loss(name: str) -> Loss:
     return LOSSES[name]
 
 
-def read_options(name: str, given: Mapping[str, float]) -> Options:
-    """The options of a loss. Raises RequestError (400) for unknown, missing and invalid ones."""
+def read_loss(name: str, given: Mapping[str, float]) -> ChosenLoss:
+    """A loss with its options. Raises RequestError (400) for unknown, missing and invalid ones."""
     defaults = find_loss(name).defaults
     for option, value in given.items():
         if option not in defaults:
@@ -124,7 +161,8 @@ def read_options(name: str, given: Mapping[str, float]) -> Options:
     if missing := [option for option, value in chosen.items() if value is None]:
         message = f"{name} needs loss_fn_config with {' and '.join(missing)}"
         raise RequestError(400, message, param="loss_fn_config")
-    return tuple((option, float(value or 0.0)) for option, value in sorted(chosen.items()))
+    values = {option: np.float32(chosen.get(option) or 0.0) for option in OPTIONS}
+    return ChosenLoss(np.int32(list(LOSSES).index(name)), values)
 
 
 def read_samples(

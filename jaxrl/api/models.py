@@ -1,6 +1,7 @@
 """The adapters in training of all clients, and the work of their requests on the device."""
 
 import asyncio
+import collections
 import dataclasses
 import json
 import secrets
@@ -10,16 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxrl.api.adapters import WEIGHTS, AdapterChoice, AdapterFiles
-from jaxrl.api.losses import Options
-from jaxrl.api.messages import training_output
+from jaxrl.api.lanes import TrainingCall
 from jaxrl.api.store import Store
-from jaxrl.api.training import AdamParams, TrainedAdapter
+from jaxrl.api.training import AdamParams, LaneInput, TrainedAdapter
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.engine_thread import ServingThread
-from jaxrl.types import TrainingSample, Tree
+from jaxrl.types import Tree
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # of checkpoints, by path
@@ -27,7 +25,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler"}  # of checkpoints,
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModels:
-    """Every method but `check` runs one request, and returns the body of its result.
+    """Methods run requests, and return the bodies of their results.
 
     Methods raise ValueError or RequestError for what the client can change.
     """
@@ -70,24 +68,33 @@ class TrainedModels:
         await self._add(model, lambda: self.files.load(folder, optimizer=optimizer))
         return _json(path=checkpoint["path"], type="load_weights")
 
-    async def forward_backward(
-        self,
-        model: str,
-        samples: Sequence[TrainingSample],
-        targets: Sequence[np.ndarray],
-        loss: str,
-        options: Options,
-        forward_only: bool,
-    ) -> bytes:
-        adapter = self._trained(model)
+    async def run_lanes(self, calls: Sequence[TrainingCall]) -> None:
+        """Runs the next lane of each call, which have one kind; a call may be there several times.
 
-        def work() -> tuple[list[np.ndarray], float]:
-            return self.files.trainer.forward_backward(
-                adapter, samples, targets, loss, options, forward_only=forward_only
-            )
-
-        logprobs, total = await self._on_device(work)
-        return training_output(logprobs, {"loss:sum": total})
+        The results, and errors, are then in the calls.
+        """
+        lanes: list[tuple[TrainingCall, LaneInput]] = []
+        taken: collections.Counter[int] = collections.Counter()
+        for call in calls:
+            if (adapter := self.trained.get(call.model)) is None:
+                call.error = self._unknown(call.model)
+                continue
+            micro = call.lanes[len(call.logps) + taken[id(call)]]
+            taken[id(call)] += 1
+            lanes.append((call, LaneInput(adapter, call.loss, micro.batch)))
+        if not lanes:
+            return
+        forward_only, run = calls[0].forward_only, self.files.trainer.run_lanes
+        inputs = [lane for _, lane in lanes]
+        try:
+            results = await self._on_device(lambda: run(inputs, forward_only=forward_only))
+        except Exception as error:  # of the device: other calls continue
+            for call, _ in lanes:
+                call.error = error
+            return
+        for (call, _), (logp, total) in zip(lanes, results, strict=True):
+            call.logps.append(logp)
+            call.losses.append(total)
 
     async def optim_step(self, model: str, params: AdamParams) -> bytes:
         adapter = self._trained(model)
@@ -168,8 +175,11 @@ class TrainedModels:
 
     def _trained(self, model: str) -> TrainedAdapter:
         if (adapter := self.trained.get(model)) is None:
-            raise RequestError(422, f"the model {model} was not created, or has been dropped")
+            raise self._unknown(model)
         return adapter
+
+    def _unknown(self, model: str) -> RequestError:
+        return RequestError(422, f"the model {model} was not created, or has been dropped")
 
     async def _on_device[T](self, work: Callable[[], T]) -> T:
         def command(params: Tree) -> tuple[Tree, T]:

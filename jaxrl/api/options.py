@@ -24,6 +24,7 @@ DEFAULTS = {
     "rollout.steps_per_dispatch": "8",
     "rollout.max_num_seqs": "16",
     "rollout.memory_utilization": "0.5",
+    "learner.halvings": "5",  # row lengths down to 1/32 of the token budget, for short sequences
 }
 LIMITS = {  # option: (default, smallest value, help)
     "max-len": (

@@ -21,10 +21,11 @@ from jaxrl.api.fields import (
     sample_request,
     text,
 )
-from jaxrl.api.losses import read_options, read_samples
-from jaxrl.api.messages import TrainingRequest, read_training_request
+from jaxrl.api.lanes import TrainingCall, max_lanes, pack_lanes
+from jaxrl.api.losses import read_loss, read_samples
+from jaxrl.api.messages import read_training_request
 from jaxrl.api.models import SCHEME, TrainedModels
-from jaxrl.api.queue import RequestWork, Results, TrainingQueue
+from jaxrl.api.queue import QueuedWork, RequestWork, Results, TrainingQueue
 from jaxrl.api.sampling import Sampler
 from jaxrl.api.store import PENDING, SAMPLE, RequestResult, Store
 from jaxrl.http.errors import RequestError
@@ -54,7 +55,8 @@ class Service:
         self.store, self.models, self.sampler_of = store, models, sampler
         self.name, self.max_waiting = name, max_waiting
         self.results = Results(store)
-        self.queue = TrainingQueue(self.results, max_queued)
+        lanes_of = functools.partial(max_lanes, models.files.trainer.cfg)
+        self.queue = TrainingQueue(self.results, models.run_lanes, lanes_of, max_queued)
         self._compiler = compiler
         self._n_sampling = 0  # sequences
         self._running: asyncio.Task | None = None
@@ -107,8 +109,9 @@ class Service:
     def create_model(self, client: str, body: Mapping[str, Any]) -> Json:
         choice, seed = adapter_choice(body)
         self._check_base(text(body, "base_model"))
+        choice = choice.possible(self._cfg)
         # Before the request is accepted, so that the error names the field.
-        choice.lora(self.models.files.trainer.base.cfg, self.models.max_rank)
+        choice.lora(self._cfg, self.models.max_rank)
         model = self._new_model(client, body, dataclasses.asdict(choice))
         work = functools.partial(self.models.create, model, choice, seed)
         return self._train(client, model, f"{model}:create", "create_model", work)
@@ -170,26 +173,19 @@ class Service:
 
     async def forward_backward(self, client: str, raw: bytes) -> Json:
         """Parsing runs in another thread, so that the event loop stays free for other clients."""
-        call, options, samples = await asyncio.to_thread(self._parsed, raw)
-        self.models.check(call.model_id, client)
-        targets = [datum.tensors["target_tokens"] for datum in call.data]
-        work = functools.partial(
-            self.models.forward_backward,
-            call.model_id,
-            samples,
-            targets,
-            call.loss,
-            options,
-            call.forward_only,
-        )
-        request = f"{call.model_id}:{call.seq_id}"
-        return self._train(client, call.model_id, request, "forward_backward", work, call.seq_id)
+        seq_id, call = await asyncio.to_thread(self._parsed, raw)
+        self.models.check(call.model, client)
+        request = f"{call.model}:{seq_id}"
+        return self._train(client, call.model, request, "forward_backward", call, seq_id)
 
-    def _parsed(self, raw: bytes) -> tuple[TrainingRequest, Any, Any]:
-        call = read_training_request(raw)
-        options = read_options(call.loss, call.options)
+    def _parsed(self, raw: bytes) -> tuple[int, TrainingCall]:
+        request, trainer = read_training_request(raw), self.models.files.trainer
+        loss = read_loss(request.loss, request.options)
         limits = dict(n_vocab=self.n_vocab, max_len=self.max_len)
-        return call, options, read_samples(call.loss, call.data, **limits)
+        samples = read_samples(request.loss, request.data, **limits)
+        targets = [datum.tensors["target_tokens"] for datum in request.data]
+        lanes = pack_lanes(samples, targets, trainer.cfg, trainer.n_ranks)
+        return request.seq_id, TrainingCall(request.model_id, loss, request.forward_only, lanes)
 
     def optim_step(self, client: str, body: Mapping[str, Any]) -> Json:
         model, params = text(body, "model_id"), adam_params(body)
@@ -250,12 +246,12 @@ class Service:
         return self._train(client, model, f"{model}:{seq_id}", kind, work, seq_id)
 
     def _train(
-        self, client: str, model: str, request: str, kind: str, work: RequestWork, seq_id: int = 0
+        self, client: str, model: str, request: str, kind: str, work: QueuedWork, seq_id: int = 0
     ) -> Json:
         """Queues a training request, unless the client sends it again; the future of its result."""
         self.queue.check_room(client)
         if self.store.begin(request, client, kind, model if seq_id else "", seq_id):
-            self.queue.add(client, request, work)
+            self.queue.add(client, model, request, work)
         return {"request_id": request, "model_id": model}
 
     async def result(self, request: str, client: str, *, timeout_s: float) -> RequestResult:

@@ -1,4 +1,10 @@
-"""Training of several adapters of one base model: gradients, Adam, weights and moments of each."""
+"""Training of several adapters of one base model: gradients, Adam, weights and moments of each.
+
+One program computes the lanes of a dispatch, each with its own adapter and loss: it is that of one
+lane under `jax.vmap`, in which the base has no further axis, so that products with its weights are
+those of all tokens together. What a lane gives does not depend on the others, and lanes are added
+to the gradient of their adapter in the order of its calls.
+"""
 
 import dataclasses
 import functools
@@ -10,18 +16,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jaxrl.api.losses import LOSSES, Options
+from jaxrl.api.lanes import dispatch_size
+from jaxrl.api.losses import ChosenLoss, per_token_loss
+from jaxrl.api.room import AdapterRoom, Arrays
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.packing import Packed, gather, pack_samples
-from jaxrl.learner.loss import score_tokens
-from jaxrl.learner.step import put_batch, take_tokens
+from jaxrl.data.packing import empty_batch
+from jaxrl.learner.loss import logprob_chunk, score_tokens
 from jaxrl.models.config import LoRA
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.lora import add_adapters, combine, split
-from jaxrl.types import Batch, TrainingSample, Tree
-from sharding import Rules
+from jaxrl.models.lora import add_adapters
+from jaxrl.runtime.flat_program import FlatTree, flatten, unflatten
+from jaxrl.types import Batch
+
+MIN_CHUNK = 16  # tokens of a lane whose logits are computed together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,75 +48,86 @@ class AdamParams:
 
 @dataclasses.dataclass
 class TrainedAdapter:
-    """An adapter in training. Its arrays are float32 on the devices."""
+    """An adapter in training. Its arrays are float32 on the devices, padded to the room."""
 
-    weights: Tree  # as `split` gives them, with the arrays of the base:
-    frozen: Tree
+    lora: LoRA
+    weights: Arrays
     moments: Any  # optax.ScaleByAdamState, whose count is that of the steps
-    gradient: Tree | None = None  # of the summed loss since the last step; None: no call since then
+    gradient: Arrays | None = None  # of the summed loss since the last step; None: no call since
 
     @property
     def n_steps(self) -> int:
         return int(self.moments.count)
 
-    def model(self, arrays: Tree) -> Decoder:
-        """The model with these arrays in place of the weights, for example moments."""
-        return combine(arrays, self.frozen)
+
+@dataclasses.dataclass(frozen=True)
+class LaneInput:
+    """A lane to run: a micro-batch [n_ranks, T], its loss and its adapter."""
+
+    adapter: TrainedAdapter
+    loss: ChosenLoss
+    batch: Batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """The programs of training, for any adapter of `base`; call on the device's thread.
+    """The programs of training, for any adapters of a base; call on the device's thread.
 
     The base is shared by all adapters and by the engine. Gradients are those of sums over tokens.
-    An adapter is trained in separate calls, so that its numbers do not depend on other adapters.
     """
 
     cfg: RunConfig
     base: Decoder
-    rules: Rules
+    room: AdapterRoom
+    n_ranks: int  # data-parallel
     dtype: DTypeLike  # of activations; adapters are rounded to it in the forward pass
 
+    @functools.cached_property
+    def frozen(self) -> FlatTree:
+        return flatten(self.room.frozen(self.base))
+
+    def single(self, lora: LoRA, seed: int = 0) -> Decoder:
+        """The base model, which is shared, with a new adapter without padding."""
+        return add_adapters(self.base, lora, seed=seed, rules=self.room.rules, dtype=jnp.float32)
+
     def create(self, lora: LoRA, seed: int) -> TrainedAdapter:
-        """A new adapter, which does not change the base model."""
-        model = add_adapters(self.base, lora, seed=seed, rules=self.rules, dtype=jnp.float32)
-        weights, frozen = split(model)
-        return TrainedAdapter(weights, frozen, start_moments(weights))
+        """A new adapter. Its values do not depend on the room."""
+        weights = self.room.pad(self.single(lora, seed))
+        return TrainedAdapter(lora, weights, start_moments(weights))
 
-    def forward_backward(
-        self,
-        adapter: TrainedAdapter,
-        samples: Sequence[TrainingSample],
-        targets: Sequence[np.ndarray],
-        loss: str,
-        options: Options,
-        *,
-        forward_only: bool,
-    ) -> tuple[list[np.ndarray], float]:
-        """(logprobs of the targets of each sequence, sum of the loss).
+    def run_lanes(
+        self, lanes: Sequence[LaneInput], *, forward_only: bool
+    ) -> list[tuple[np.ndarray, float]]:
+        """(logprobs [n_ranks, T] of the targets, sum of the loss) of each lane of one T.
 
-        Adds the gradient of the sum to the adapter's, except with `forward_only`. Micro-batches
-        have the shapes of config.learner.
+        Adds the gradients of the sums to the adapters', except with `forward_only`.
         """
-        logps, losses, gradient = [], [], None if forward_only else adapter.gradient
-        packed = pack_samples(samples, self.cfg, self.rules.n_shards("batch"))
-        if gradient is None and not forward_only:
-            gradient = jax.tree.map(jnp.zeros_like, adapter.weights)
-        options_of = dict(loss=loss, options=options, cfg=self.cfg, rules=self.rules)
-        for micro in packed:
-            batch = put_batch(with_targets(micro, targets), self.rules)
-            arguments = adapter.weights, adapter.frozen, batch
-            if gradient is None:
-                total, logp = _losses(*arguments, **options_of, dtype=self.dtype)
-            else:
-                gradient, total, logp = _accumulate(
-                    gradient, *arguments, **options_of, dtype=self.dtype
-                )
-            logps.append(take_tokens(logp, self.rules))
-            losses.append(float(total))
-        if not forward_only:
-            adapter.gradient = gradient
-        return gather(logps, packed), math.fsum(losses)
+        row_len = lanes[0].batch.tokens.shape[1]
+        size = dispatch_size(len(lanes), self.cfg, row_len, self.base.cfg)
+        blank = dataclasses.replace(lanes[0], batch=empty_batch(self.n_ranks, row_len))
+        filled = [*lanes, *[blank] * (size - len(lanes))]
+        arguments = (
+            [lane.adapter.weights for lane in filled],
+            np.asarray([lane.adapter.lora.scale for lane in filled], np.float32),
+            jax.tree.map(lambda *values: np.stack(values), *(lane.loss for lane in filled)),
+            self._put([lane.batch for lane in filled]),
+            self.frozen,
+        )
+        of = dict(room=self.room, cfg=lane_config(self.cfg, row_len), dtype=self.dtype)
+        if forward_only:
+            totals, logps = _losses(*arguments, **of)
+        else:
+            gradients, totals, logps = lane_gradients(*arguments, **of)
+            for i, lane in enumerate(lanes):
+                _add_gradient(lane.adapter, gradients, i)
+        totals, logps = np.asarray(totals), np.asarray(logps)
+        return [(logps[i], float(totals[i])) for i in range(len(lanes))]
+
+    def _put(self, batches: Sequence[Batch]) -> Batch:
+        """The batches [lanes, n_ranks, T] on the devices."""
+        spec = self.room.rules.spec("batch", "time")
+        sharding = NamedSharding(jax.sharding.get_mesh(), jax.P(None, *spec))
+        return jax.tree.map(lambda *rows: jax.device_put(np.stack(rows), sharding), *batches)
 
     def optim_step(self, adapter: TrainedAdapter, params: AdamParams) -> dict[str, float]:
         """One step of AdamW with the gradient so far, which it clears. Returns metrics.
@@ -129,50 +150,78 @@ class Trainer:
         return {"optim/grad_norm": norm, "optim/lr": params.learning_rate}
 
 
-def start_moments(weights: Tree) -> Any:
+def start_moments(weights: Arrays) -> Any:
     return optax.scale_by_adam().init(weights)
 
 
-def with_targets(micro: Packed, targets: Sequence[np.ndarray]) -> Batch:
-    """The batch of a micro-batch with these targets in place of the next tokens."""
-    placed = np.array(micro.batch.targets)
-    for span in micro.spans:
-        placed[span.row, span.start : span.start + span.length] = targets[span.item]
-    return dataclasses.replace(micro.batch, targets=placed)
+def lane_config(cfg: RunConfig, row_len: int) -> RunConfig:
+    """The config of a lane: the logits of all lanes of a full dispatch are those of a micro-batch.
+
+    It depends on the length of the lane alone, and so do the bits of its results.
+    """
+    most, longest = max(cfg.learner.shapes, key=lambda shape: shape[0] * shape[1])
+    chunk = logprob_chunk(cfg)
+    chunk = min(chunk, max(chunk * row_len // (most * longest), MIN_CHUNK))
+    return dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, logprob_chunk=chunk))
 
 
-def _loss(
-    weights: Tree,
-    frozen: Tree,
+def _lane_loss(
+    weights: Arrays,
+    scale: jax.Array,
+    loss: ChosenLoss,
     batch: Batch,
+    frozen: FlatTree,
     *,
-    loss: str,
-    options: Options,
+    room: AdapterRoom,
     cfg: RunConfig,
-    rules: Rules,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """(sum of the loss over the tokens of a micro-batch, logprobs [B, T] of its targets)."""
-    model = combine(jax.tree.map(lambda w: w.astype(dtype), weights), frozen)
-    logp = score_tokens(model, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)[0]
-    per_token = LOSSES[loss].function(logp, batch, dict(options))
+    """(sum of the loss over the tokens of a lane, logprobs [n_ranks, T] of its targets)."""
+    model = room.model(room.scaled(weights, scale, dtype), unflatten(frozen))
+    logp = score_tokens(model, batch, cfg=cfg, rules=room.rules, remat=cfg.learner.remat)[0]
+    per_token = per_token_loss(logp, batch, loss)
     return jnp.sum(jnp.where(batch.mask > 0, per_token, 0.0)), logp
 
 
-STATIC = ("loss", "options", "cfg", "rules", "dtype")
+STATIC = ("room", "cfg", "dtype")
+LANES = (0, 0, 0, 0, None)  # the arguments of `_lane_loss` that have an axis of lanes
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
-def _losses(weights, frozen, batch, **static):
-    return _loss(weights, frozen, batch, **static)
+def _losses(weights, scales, losses, batches, frozen, **static):
+    of_lane = functools.partial(_lane_loss, **static)
+    return jax.vmap(of_lane, LANES)(_stacked(weights), scales, losses, batches, frozen)
 
 
-@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames="gradient")
-def _accumulate(gradient, weights, frozen, batch, **static):
-    """(gradient with that of a micro-batch added, its loss, its logprobs)."""
-    of = functools.partial(_loss, frozen=frozen, batch=batch, **static)
-    (total, logp), new = jax.value_and_grad(of, has_aux=True)(weights)
-    return jax.tree.map(jnp.add, gradient, new), total, logp
+@functools.partial(jax.jit, static_argnames=STATIC)
+def lane_gradients(weights, scales, losses, batches, frozen, **static):
+    """(gradient of each lane, its loss, its logprobs)."""
+    of_lane = jax.value_and_grad(functools.partial(_lane_loss, **static), has_aux=True)
+    of_lanes = jax.vmap(of_lane, LANES)
+    (totals, logps), gradients = of_lanes(_stacked(weights), scales, losses, batches, frozen)
+    return gradients, totals, logps
+
+
+def _stacked(weights: Sequence[Arrays]) -> Arrays:
+    """The weights of the adapters of all lanes, in one array for each of A and B."""
+    return [jnp.stack(arrays) for arrays in zip(*weights, strict=True)]
+
+
+def _add_gradient(adapter: TrainedAdapter, gradients: Arrays, lane: int) -> None:
+    if adapter.gradient is None:
+        adapter.gradient = _take(gradients, lane)
+    else:
+        adapter.gradient = _add(adapter.gradient, gradients, lane)
+
+
+@jax.jit
+def _take(gradients: Arrays, lane: jax.Array) -> Arrays:
+    return [gradient[lane] for gradient in gradients]
+
+
+@functools.partial(jax.jit, donate_argnames="so_far")
+def _add(so_far: Arrays, gradients: Arrays, lane: jax.Array) -> Arrays:
+    return [old + new for old, new in zip(so_far, _take(gradients, lane), strict=True)]
 
 
 @functools.partial(jax.jit, donate_argnames="gradient")

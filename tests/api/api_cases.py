@@ -27,11 +27,11 @@ def arguments(model_folder, run_dir, *more):
         "--max-len=128",
         "--max-rank=4",
         "--slots=2",
-        "--max-models=8",
+        "--max-models=24",
         "--config.rollout.max_num_seqs=4",
         "--config.rollout.max_num_batched_tokens=128",
-        "--config.learner.token_budget=128",
-        "--config.learner.halvings=0",
+        "--config.learner.token_budget=256",  # one lane of 256 tokens, or up to two of 128
+        "--config.learner.halvings=1",
         "--config.mesh.fsdp=1",
         *more,
     ]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.api.losses import LOSSES, read_options, read_samples
+from jaxrl.api.losses import per_token_loss, read_loss, read_samples
 from jaxrl.api.messages import Datum
 from jaxrl.data.packing import empty_batch
 from jaxrl.http.errors import RequestError
@@ -55,15 +55,27 @@ def test_losses_and_gradients_are_those_of_the_documentation(name):
         selected=jnp.asarray(MASK, jnp.float32),
         segments=jnp.ones((1, 8), jnp.int32),
     )
-    options = dict(read_options(name, given))
 
-    def total(logp):
-        per_token = LOSSES[name].function(logp, batch, options)
+    def total(logp, chosen):
+        per_token = per_token_loss(logp, batch, chosen)
         return per_token.sum(), per_token
 
-    gradient, per_token = jax.grad(total, has_aux=True)(jnp.asarray(LOGP, jnp.float32))
+    program = jax.jit(jax.grad(total, has_aux=True))  # the loss and its options are data of it
+    gradient, per_token = program(jnp.asarray(LOGP, jnp.float32), read_loss(name, given))
     np.testing.assert_allclose(per_token, losses, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_that_is_not_chosen_adds_nothing_where_it_would_overflow():
+    # r = exp(200) overflows in importance_sampling, whose gradient would be inf; cispo clips it.
+    batch = dataclasses.replace(
+        jax.tree.map(jnp.asarray, empty_batch(1, 1)),
+        advantages=jnp.ones((1, 1)),
+        rollout_logp=jnp.full((1, 1), -200.0),
+    )
+    chosen = jax.tree.map(jnp.asarray, read_loss("cispo", {}))
+    gradient = jax.grad(lambda logp: per_token_loss(logp, batch, chosen).sum())(jnp.zeros((1, 1)))
+    np.testing.assert_allclose(gradient, [[-1.2]], rtol=1e-6)
 
 
 def datum(n: int = 3, **tensors) -> Datum:
@@ -118,4 +130,4 @@ def test_a_wrong_datum_is_named(name, one, message):
 )
 def test_wrong_options_are_named(name, options, message):
     with pytest.raises(RequestError, match=message):
-        read_options(name, options)
+        read_loss(name, options)

@@ -2,11 +2,15 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from jaxrl.api.lanes import TrainingCall
+from jaxrl.api.losses import read_loss
 from jaxrl.api.queue import Results, TrainingQueue
 from jaxrl.api.sampling import AdapterSlots
 from jaxrl.api.store import DONE, FAILED, PENDING, Store
+from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.http.errors import RequestError
 
 
@@ -18,28 +22,43 @@ def store(tmp_path):
 
 
 def run(store, *works, max_queued: int = 9) -> list[str]:
-    """The order in which queued works ran; each is (client, name, error or None)."""
-    order = []
+    """The order in which queued works ran; each is (client, model, name, error or n of lanes).
+
+    A dispatch has at most 4 lanes, and is in the order as the names of its calls.
+    """
+    order, names = [], {}
 
     async def main():
         results = Results(store)
-        queue = TrainingQueue(results, max_queued)
 
-        def work(name, error):
+        async def run_lanes(calls):
+            order.append(" ".join(names[call] for call in calls))
+            for call in calls:
+                call.logps.append(np.zeros((1, 8), np.float32))
+                call.losses.append(0.0)
+
+        queue = TrainingQueue(results, run_lanes, lambda row_len: 4, max_queued)
+
+        def work(model, name, given):
             async def run() -> bytes:
                 order.append(name)
-                if error is not None:
-                    raise error
+                if given is not None:
+                    raise given
                 return b"{}"
 
-            return run
+            if not isinstance(given, int):
+                return run
+            micro = Packed(empty_batch(1, 8), ())
+            call = TrainingCall(model, read_loss("cross_entropy", {}), False, [micro] * given)
+            names[call] = name
+            return call
 
-        for client, name, error in works:
+        for client, model, name, given in works:
             queue.check_room(client)
             store.begin(name, client, "optim_step")
-            queue.add(client, name, work(name, error))
+            queue.add(client, model, name, work(model, name, given))
         running = asyncio.create_task(queue.run())
-        for _, name, _ in works:
+        for _, _, name, _ in works:
             await results.wait(name, 10)
         running.cancel()
 
@@ -47,17 +66,30 @@ def run(store, *works, max_queued: int = 9) -> list[str]:
     return order
 
 
-def test_clients_take_turns_and_each_is_served_in_order(store):
-    works = [("a", "a1", None), ("a", "a2", None), ("a", "a3", None), ("b", "b1", None)]
-    assert run(store, *works) == ["a1", "b1", "a2", "a3"]
+def test_clients_take_turns_and_each_model_is_served_in_order(store):
+    works = [("a", "m", "a1", None), ("a", "m", "a2", None), ("a", "m", "a3", None)]
+    assert run(store, *works, ("b", "n", "b1", None)) == ["a1", "b1", "a2", "a3"]
     assert store.result("a3", "a").state == DONE
+
+
+def test_calls_share_dispatches_in_turns_between_clients(store):
+    works = [
+        ("a", "m", "a1", 6),
+        ("a", "m", "a2", 1),  # after a1, which is the same model's
+        ("a", "n", "a3", 1),
+        ("b", "o", "b1", 2),
+        ("c", "p", "c1", None),
+    ]
+    # First one lane of each client's first model, then a's other model, then further ones of each.
+    assert run(store, *works) == ["a1 b1 a3 a1", "c1", "b1 a1 a1 a1", "a1", "a2"]
+    assert {store.result(f"a{i}", "a").state for i in (1, 2, 3)} == {DONE}
 
 
 def test_an_error_is_the_result_and_the_next_request_runs(store):
     works = [
-        ("a", "user", ValueError("no gradient")),
-        ("a", "device", RuntimeError("secret of the device")),
-        ("a", "next", None),
+        ("a", "m", "user", ValueError("no gradient")),
+        ("a", "m", "device", RuntimeError("secret of the device")),
+        ("a", "m", "next", None),
     ]
     assert len(run(store, *works)) == 3
     user, device = (json.loads(store.result(name, "a").body) for name in ("user", "device"))
@@ -69,7 +101,7 @@ def test_an_error_is_the_result_and_the_next_request_runs(store):
 
 def test_a_client_with_too_many_requests_waits(store):
     with pytest.raises(RequestError, match="2 training requests are queued") as failed:
-        run(store, *(("a", str(i), None) for i in range(3)), max_queued=2)
+        run(store, *(("a", f"m{i}", str(i), None) for i in range(3)), max_queued=2)
     assert failed.value.status == 429
 
 

@@ -72,6 +72,28 @@ def test_results_do_not_depend_on_who_else_is_served(base, client):
     assert together == alone
 
 
+def test_ranks_and_losses_are_mixed_in_one_dispatch(client):
+    # Calls of a model are the same alone as next to other models, losses and options.
+    data = [sequence(20)]
+    rl = [(tokens, rest | {"advantages": rest["weights"]}) for tokens, rest in data]
+    for _, tensors in rl:
+        tensors["logprobs"] = -5 * tensors.pop("weights")
+    kinds = [("cross_entropy", data, 4), ("ppo", rl, 2), ("cispo", rl, 1)]
+
+    def results(number: int, *, wait: bool) -> list[bytes]:
+        models = [client.create(number + i, rank=rank) for i, (*_, rank) in enumerate(kinds)]
+        futures = []
+        for model, (loss, tensors, _) in zip(models, kinds, strict=True):
+            for future in client.train(model, loss, tensors), client.step(model):
+                futures.append(future)
+                if wait:
+                    client.wait(future)
+            futures.append(client.train(model, loss, tensors, forward_only=True))
+        return [client.wait(future).content for future in futures]
+
+    assert results(110, wait=True) == results(120, wait=False)
+
+
 def test_calls_of_two_give_the_gradient_of_one_call_of_four(client):
     one, two = client.create(2), client.create(3)
     whole = loss_sum(client.wait(client.train(one, "cross_entropy", DATA)))
@@ -126,6 +148,21 @@ def test_a_saved_state_continues_with_the_same_numbers_after_a_restart(opened, t
             for one in (loaded, fresh)
         ]
         assert losses[0] != losses[1]
+
+
+def test_two_devices_train_as_one(client, model_folder, tmp_path):
+    def norms(client: Client, number: int) -> list[float]:
+        model = client.create(number)
+        calls = []
+        for _ in range(2):
+            calls += [client.train(model, "cross_entropy", DATA), client.step(model)]
+        metrics = [client.wait(call).json()["metrics"] for call in calls[1::2]]
+        return [step["optim/grad_norm"] for step in metrics]
+
+    argv = arguments(model_folder, tmp_path, "--config.mesh.fsdp=2")
+    with serving(*loaded(argv)) as address:
+        found = norms(Client(address, "tml-dora").open(), 0)
+    assert found == pytest.approx(norms(client, 130), rel=1e-5)
 
 
 def test_sampling_uses_the_trained_weights(client):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl.api.training import AdamParams, TrainedAdapter, Trainer, start_moments
+from jaxrl.models.config import LoRA
 
 
 def adamw(w, gradients, p: AdamParams):
@@ -23,8 +24,8 @@ def adamw(w, gradients, p: AdamParams):
 
 @pytest.fixture
 def adapter():
-    weights = {"a": jnp.asarray([0.5, -0.25, 1.0], jnp.float32)}
-    return TrainedAdapter(weights, {}, start_moments(weights))
+    weights = [jnp.asarray([0.5, -0.25, 1.0], jnp.float32)]
+    return TrainedAdapter(LoRA(1, 1.0, targets=()), weights, start_moments(weights))
 
 
 TRAINER: Trainer = object.__new__(Trainer)  # a step reads none of its fields
@@ -36,20 +37,20 @@ def test_steps_are_those_of_adamw(adapter):
     params = AdamParams(0.1, 0.8, 0.9, 1e-3, weight_decay=0.05, grad_clip_norm=1.0)
     wanted = adamw(np.array([0.5, -0.25, 1.0]), gradients, params)
     for g in gradients:
-        adapter.gradient = {"a": jnp.asarray(g, jnp.float32)}
+        adapter.gradient = [jnp.asarray(g, jnp.float32)]
         metrics = TRAINER.optim_step(adapter, params)
         assert metrics["optim/grad_norm"] == pytest.approx(np.linalg.norm(g), rel=1e-5)
         assert adapter.gradient is None
-    np.testing.assert_allclose(adapter.weights["a"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(adapter.weights[0], wanted, rtol=1e-5)
     assert adapter.n_steps == 3
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(adapter):
-    before = np.array(adapter.weights["a"])
-    adapter.gradient = {"a": jnp.asarray([1.0, math.nan, 0.0], jnp.float32)}
+    before = np.array(adapter.weights[0])
+    adapter.gradient = [jnp.asarray([1.0, math.nan, 0.0], jnp.float32)]
     with pytest.raises(ValueError, match="not finite"):
         TRAINER.optim_step(adapter, AdamParams())
-    np.testing.assert_array_equal(adapter.weights["a"], before)
+    np.testing.assert_array_equal(adapter.weights[0], before)
     assert (adapter.n_steps, adapter.gradient) == (0, None)
 
 

@@ -19,13 +19,15 @@ from jaxrl.algorithms.kl import k2, magnitude
 from jaxrl.algorithms.losses.covariance import SELECT_BETWEEN, SELECT_LARGEST, TokenSelection
 from jaxrl.algorithms.segment import segment_mean, segment_sum
 
+Scalar = float | Float[Array, ""]  # a hyper-parameter that may be data of a program
+
 
 def ppo_clip(
     log_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: Scalar,
+    clip_high: Scalar,
 ) -> Float[Array, "B T"]:
     """Clipped surrogate, max(-r A, -clip(r, 1 - low, 1 + high) A).
 
@@ -86,8 +88,8 @@ def gspo_token(
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: Scalar,
+    clip_high: Scalar,
 ) -> Float[Array, "B T"]:
     """`gspo` with s_t = sg(s) exp(logp_t - sg(logp_t)).
 
@@ -104,8 +106,8 @@ def cispo(
     logp: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: Scalar,
+    clip_high: Scalar,
 ) -> Float[Array, "B T"]:
     """-sg(clip(r, 1 - low, 1 + high)) A logp: clips the weight, so that every token has a gradient.
 
@@ -234,13 +236,14 @@ def dro(
     logp: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
-    log_ratio_penalty: float,
+    log_ratio_penalty: Scalar,
 ) -> Float[Array, "B T"]:
     """-A logp + β/2 (log r)²: no ratio and no clip, but a quadratic pull to the old policy.
 
     DRO (https://arxiv.org/abs/2405.19107) with A in place of r - V, as in verl and Tinker.
     """
-    return policy_gradient(logp, advantages) + _penalty(log_ratio, log_ratio_penalty)
+    penalty = log_ratio_penalty * k2(log_ratio, jnp.zeros_like(log_ratio))
+    return policy_gradient(logp, advantages) + penalty
 
 
 def vespo(
@@ -286,7 +289,7 @@ def _penalty(log_ratio, coef: float):
     return coef * k2(log_ratio, jnp.zeros_like(log_ratio)) if coef else 0.0
 
 
-def _clipped(ratio, advantages, clip_low: float, clip_high: float):
+def _clipped(ratio, advantages, clip_low: Scalar, clip_high: Scalar):
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return jnp.maximum(-ratio * advantages, -clipped * advantages)
 

@@ -1,0 +1,94 @@
+"""Calls of forward and forward_backward, cut into lanes.
+
+A lane is a micro-batch [n_ranks, T] with sequences of one call. A dispatch runs several lanes of
+the same T, of any calls and adapters. T and the content of the lanes depend on the call alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.api.losses import ChosenLoss
+from jaxrl.api.messages import training_output
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.packing import Packed, gather, pack
+from jaxrl.models.config import DecoderConfig
+from jaxrl.types import TrainingSample
+
+
+@dataclasses.dataclass(eq=False)
+class TrainingCall:
+    """A call, with the results of the lanes that have run."""
+
+    model: str
+    loss: ChosenLoss
+    forward_only: bool
+    lanes: Sequence[Packed]
+    logps: list[np.ndarray] = dataclasses.field(default_factory=list)  # [n_ranks, T] of each lane
+    losses: list[float] = dataclasses.field(default_factory=list)  # sum of each lane
+    error: Exception | None = None
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Calls of the same kind may share a dispatch."""
+        return self.lanes[0].batch.tokens.shape[1], self.forward_only
+
+    @property
+    def n_left(self) -> int:
+        """The number of lanes that have not run; 0 after an error."""
+        return 0 if self.error is not None else len(self.lanes) - len(self.logps)
+
+    async def output(self) -> bytes:
+        """The body of the result. Raises the error of the call."""
+        if self.error is not None:
+            raise self.error
+        logprobs = gather(self.logps, self.lanes)
+        return training_output(logprobs, {"loss:sum": math.fsum(self.losses)})
+
+
+def pack_lanes(
+    samples: Sequence[TrainingSample],
+    targets: Sequence[np.ndarray],
+    cfg: RunConfig,
+    n_ranks: int,
+) -> list[Packed]:
+    """The lanes of a call: those with the fewest tokens, and of equal ones the longest rows.
+
+    Raises ValueError if a sequence is longer than the longest row.
+    """
+    learner = cfg.learner
+    sizes = [-(-len(sample.tokens) // learner.segment_align) for sample in samples]
+    sizes = [n * learner.segment_align for n in sizes]
+    row_lens = sorted({row_len for _, row_len in learner.shapes}, reverse=True)
+    enough = [row_len for row_len in row_lens if row_len >= max(sizes)] or row_lens[:1]
+    row_len = min(enough, key=lambda n: -(-sum(sizes) // (n * n_ranks)) * n)
+    packed = pack(samples, shapes=((1, row_len),), align=learner.segment_align, n_ranks=n_ranks)
+    return [_with_targets(micro, targets) for micro in packed]
+
+
+def _with_targets(micro: Packed, targets: Sequence[np.ndarray]) -> Packed:
+    """The micro-batch with these targets in place of the next tokens."""
+    placed = np.array(micro.batch.targets)
+    for span in micro.spans:
+        placed[span.row, span.start : span.start + span.length] = targets[span.item]
+    return dataclasses.replace(micro, batch=dataclasses.replace(micro.batch, targets=placed))
+
+
+def max_lanes(cfg: RunConfig, row_len: int) -> int:
+    """Lanes of a full dispatch, whose tokens are those of the largest micro-batch."""
+    rows, longest = max(cfg.learner.shapes, key=lambda shape: shape[0] * shape[1])
+    return max(rows * longest // row_len, 1)
+
+
+def dispatch_size(n_lanes: int, cfg: RunConfig, row_len: int, decoder: DecoderConfig) -> int:
+    """Lanes of the program for `n_lanes`: a full dispatch, or a half, a quarter, ... of one.
+
+    The others are padding. With experts it is always a full one: their grouped products sum in an
+    order that depends on the number of lanes, and results must not depend on other clients.
+    """
+    size = max_lanes(cfg, row_len)
+    while size // 2 >= n_lanes and not decoder.expert_layers:
+        size //= 2
+    return size
