@@ -395,7 +395,7 @@ def test_sft_approaches_the_most_likely_tokens_of_a_teacher_in_a_column(sft_conf
     assert sft.train(resolve(sft_config))
     lines = [line for line in metrics(sft_config.run_dir) if "loss/kl" in line]
     assert len(lines) == 6 and lines[-1]["loss/kl"] < 0.8 * lines[0]["loss/kl"]
-    assert lines[0]["loss/nll"] > 0  # of the row without a teacher
+    assert max(line["loss/nll"] for line in lines) > 0  # of the row without a teacher
     sft_config.data.teacher_logprobs, sft_config.run_dir = "", str(tmp_path / "unused")
     with pytest.raises(ValueError, match=r"config\.algorithm\.kl.* have no effect in offline"):
         sft.train(resolve(sft_config))
