@@ -138,7 +138,7 @@ def _inputs(name: str, logps: PairLogps, cfg: PreferenceConfig) -> dict[str, Arr
         "_ref_logp": logps.reference,
         "_len": logps.n_tokens,
     }
-    found = dict.fromkeys(("kl", "shift"), logps.shift)
+    found: dict[str, Array] = {"kl": logps.shift, "shift": logps.shift}
     for suffix, both in sides.items():
         found["chosen" + suffix], found["rejected" + suffix] = jnp.split(both, 2)
     return found
