@@ -34,6 +34,7 @@ def save(core: Core) -> None:
         "contents": core.contents,
         "coefs": dataclasses.asdict(core.coefs),
         "reward_scale": dataclasses.asdict(core.reward_scale),
+        "length_stage": dataclasses.asdict(core.length_stage),
         "validated_at": core.clock.validated_at,
         "val_metrics": core.clock.val_metrics,
     }

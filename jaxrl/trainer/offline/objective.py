@@ -21,7 +21,7 @@ from jaxrl.types import Batch, Demonstration, TrainingSample
 UNUSED_SECTIONS = (
     *("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule"),
     *("data.rendered_prompts", "data.demonstrations", "data.demonstrations_per_step"),
-    *("data.skip_solved", "data.pool_weights", "self_distillation"),
+    *("data.skip_solved", "data.pool_weights", "data.progress", "data.gate", "self_distillation"),
 )
 
 
