@@ -67,7 +67,7 @@ class SourceRates:
         return [(1 - part) * w + part * p / total for w, p in zip(base, progress, strict=True)]
 
     def metrics(self, shares: Sequence[float]) -> dict[str, float]:
-        """Of each source, from 0: its share of the next batch, its rate and its progress."""
+        """The share of each source in the next batch, its rate and its progress; from source 0."""
         found = {"data/admitted": float(self._n_admitted)}
         for k, values in enumerate(zip(shares, self._fast, self._progress(), strict=True)):
             names = (f"data/source_{k}/{name}" for name in ("share", "rate", "progress"))

@@ -108,7 +108,7 @@ class RunConfig:
 
     @property
     def engine_len(self) -> int:
-        """Maximum length of a sequence in the engine: of rollouts, and of its own verdicts."""
+        """Maximum length of a sequence in the engine: rollouts, and verdicts of a judge there."""
         judge = self.reward.judge
         verdict_len = judge.max_prompt_len + judge.max_verdict_len if judge.is_local else 0
         return max(self.data.max_len, verdict_len)

@@ -55,12 +55,12 @@ class Rubric:
     instructions: str = ""
 
     def schema(self, explain: bool) -> Json:
-        """The JSON schema of a verdict: an explanation if asked, then an integer per criterion."""
+        """The JSON schema of a verdict: an explanation with `explain`, an integer per criterion."""
         scores: Json = {c.name: {"type": "integer", "enum": c.levels} for c in self.criteria}
         return _schema(scores, explain)
 
     def pair_schema(self, explain: bool) -> Json:
-        """The JSON schema of a comparison: an explanation if asked, then the better of the two."""
+        """The JSON schema of a comparison: an explanation with `explain`, then the better one."""
         better: Json = {"type": "string", "enum": list(PREFERENCES)}
         return _schema({c.name: better for c in self.criteria}, explain)
 
@@ -127,7 +127,7 @@ def read_rubric(path: str) -> Rubric:
 
 
 def _schema(fields: Json, explain: bool) -> Json:
-    """The JSON schema of an object with these fields, after an explanation if asked."""
+    """The JSON schema of an object with these fields, after an explanation with `explain`."""
     if explain:
         fields = {EXPLANATION: {"type": "string"}} | fields
     return {
