@@ -60,7 +60,7 @@ def evaluate(cfg: RunConfig, own_rewards: OwnFunctions | None = None) -> bool:
                 name="evaluation",
             )
             with engines.progress.waiting("rewards"):
-                scored = score(opened.rewards, opened.reward_model, rollouts, engines.stop)
+                scored = score(opened.rewards.score, opened.reward_model, rollouts, engines.stop)
             summary = summarize(scored, cfg) | {
                 "tokens_per_s": speed["rollout/tokens_per_s"],
                 "seconds": time.monotonic() - start,

@@ -206,6 +206,7 @@ REWARDS = (
 )
 SCHEDULES = ("sync", "partial", "async")
 OPPONENTS = ("group", "reference")
+JUDGE_WEIGHTS = ("server", "policy", "reference")
 GROUP_ORDERS = ("prompt", "arrival")
 WEIGHT_TRANSFERS = ("full", "delta")
 ENGINES = ("auto", "process", "mesh")

@@ -15,7 +15,8 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.checks.algorithm import algorithm_errors, algorithm_warnings
 from jaxrl.config.checks.batch import batch_errors, batch_warnings, reward_model_length_errors
-from jaxrl.config.checks.data import data_errors
+from jaxrl.config.checks.data import data_errors, length_errors
+from jaxrl.config.checks.judge import evaluation_judge_errors
 from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.optimizer import optimizer_errors
@@ -92,14 +93,15 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     run, errors = build(RunConfig, values)
     if run.eval.judge_labels:
-        raise_errors([*errors, *folder_errors(run), *reward_errors(run), *calibration_errors(run)])
+        errors += [*folder_errors(run), *reward_errors(run), *calibration_errors(run)]
+        raise_errors([*errors, *evaluation_judge_errors(run)])
         return run
     if not run.data.val:
         errors.append("data.val is empty; set files, folders or a task such as 'task:addition'")
     if run.reward_model.path:
         errors += reward_model_length_errors(run)
     errors += [*folder_errors(run), *model_errors(run), *data_errors(run.data)]
-    errors += [*reward_errors(run), *rollout_errors(run)]
+    errors += [*reward_errors(run), *evaluation_judge_errors(run), *rollout_errors(run)]
     raise_errors([*errors, *mesh_errors(run.mesh, None)])
     return dataclasses.replace(
         run,
@@ -137,6 +139,7 @@ def validate(run: RunConfig) -> list[str]:
     return [
         *batch_errors(run),
         *data_errors(run.data),
+        *length_errors(run),
         *optimizer_errors(run),
         *memory_errors(run),
         *rollout_errors(run),

@@ -46,7 +46,8 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
             raise ValueError(
                 f"the checkpoint's data iterator has {name} = {state.get(name)}, this run {value}; "
                 "resume with the data, seed, data.shuffle, data.skip_solved, data.weights, "
-                "data.pool_* and data.prompts_per_step it was saved with, or start in a new run_dir"
+                "data.pool_*, data.progress*, data.gate* and data.prompts_per_step it was saved "
+                "with, or start in a new run_dir"
             )
 
 

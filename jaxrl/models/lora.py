@@ -246,6 +246,15 @@ def without_adapters(model: Decoder) -> Decoder:
     return restrict(model, dataclasses.replace(model.cfg, lora=None))
 
 
+def silenced(model: Decoder) -> Decoder:
+    """The base model in the form with adapters, whose arrays are zeros: programs accept both.
+
+    All other arrays are shared. Not for DoRA, whose magnitudes scale the weights.
+    """
+    trained, frozen = split(model)
+    return combine(jax.tree.map(jnp.zeros_like, trained), frozen)
+
+
 def merge(model: Tree) -> Tree:
     """The base model, whose layers with adapters have the weights W + scale B A.
 

@@ -364,8 +364,8 @@ def _ffw_params(d: DecoderConfig) -> tuple[int, int, int]:
 def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype) -> int:
     """Bytes of the KV pages of a sequence of maximum length, over all devices."""
     page_len = cfg.rollout.page_len
-    counts = {0: math.ceil(cfg.data.max_len / page_len)}
-    counts |= window_page_counts(d, cfg.rollout, cfg.data.max_len)
+    counts = {0: math.ceil(cfg.engine_len / page_len)}
+    counts |= window_page_counts(d, cfg.rollout, cfg.engine_len)
     pages = page_bytes(d, page_len, dtype, counts)
     return sum(counts[window] * n for window, n in pages.items())
 

@@ -39,13 +39,15 @@ def _settings(spec: str, cfg: RewardConfig, run_folder: Path | None) -> CallSett
 
 def judge_options(cfg: JudgeConfig, run_folder: Path | None) -> dict[str, Any]:
     """The keyword arguments of the rewards judge and judge_pairs that the keys set."""
-    cache = str(run_folder.absolute() / FOLDER) if cfg.cache and run_folder is not None else ""
+    keeps = cfg.cache and run_folder is not None and not cfg.is_local  # other weights, other words
+    cache = str(run_folder.absolute() / FOLDER) if keeps and run_folder is not None else ""
     return {
         "url": cfg.url,
         "model": cfg.model,
         "rubric": cfg.rubric,
         "reference": cfg.reference,
         "thinking": cfg.thinking,
+        "explain": cfg.explain,
         "temperature": cfg.temperature,
         "max_tokens": cfg.max_verdict_len,
         "request_s": cfg.timeout_s,

@@ -29,13 +29,14 @@ def paged_engine(
     PagedEngine, all of them.
     """
     name = cfg.model.paged_attention
+    adjustable = adjustable or cfg.reward.judge.is_local  # for the grammar of its verdicts
     used = cfg.rollout.sampling.filters | cfg.eval.sampling.filters
     return PagedEngine(
         decoder,
         rollout,
         rules=layout.rules,
         dtype=layout.dtype,
-        max_len=cfg.data.max_len,
+        max_len=cfg.engine_len,
         eos_ids=eos_ids,
         implementation=None if name == "auto" else name,
         keep_support=cfg.algorithm.keep_sampling_mask,

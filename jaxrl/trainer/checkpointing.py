@@ -35,6 +35,7 @@ def save(core: Core) -> None:
         "coefs": dataclasses.asdict(core.coefs),
         "reward_scale": dataclasses.asdict(core.reward_scale),
         "role_baselines": dict(core.role_baselines),
+        "length_stage": dataclasses.asdict(core.length_stage),
         "validated_at": core.clock.validated_at,
         "val_metrics": core.clock.val_metrics,
     }

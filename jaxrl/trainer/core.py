@@ -20,13 +20,15 @@ from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.roles import Learner
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.flops import forward_flops
-from jaxrl.models.lora import without_adapters
+from jaxrl.models.lora import silenced, without_adapters
 from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
+from jaxrl.rollout.local_judge import LocalJudge
 from jaxrl.teachers.endpoint import TeacherEndpoint
 from jaxrl.tracking.logger import Logger
 from jaxrl.tracking.sample_images import write_images
+from jaxrl.trainer.phases.length_stages import LengthStage
 from jaxrl.trainer.phases.mini_batches import MiniBatch
 from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale, images_of, sample_records
 from jaxrl.trainer.phases.trajectories import token_values, trajectories
@@ -123,6 +125,7 @@ class Core:
     reward_scale: RewardScale  # running moments of all rewards
     role_baselines: Mapping[str, float]  # running means of the rewards of an agent's roles
     peak_flops: float | None  # FLOP/s of all devices; None if unknown (planner/chips.py)
+    length_stage: LengthStage  # of the next step
     position: dict  # iterator state after the steps done
     # Makes JSON of what was in flight after these steps; None: a step leaves nothing in flight.
     in_flight: Callable[[], dict[str, Any]] | None
@@ -209,6 +212,16 @@ class Core:
         """The weights of the reference model: separate ones, or the base of the adapters."""
         return without_adapters(self.state.params) if shares_base(self.cfg) else self.reference
 
+    @property
+    def judge_params(self) -> Decoder:
+        """The weights of a judge on the run's own engine, in the form of training's."""
+        if self.cfg.reward.judge.weights == "policy":
+            return self.state.params
+        if shares_base(self.cfg):
+            return silenced(self.state.params)
+        assert self.reference is not None, "reward.judge.weights needs a reference"
+        return self.reference
+
     def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
         """The sampling seed of this step."""
         return sampling_seed(self.cfg.seed, self.clock.step, validation=validation, draw=draw)
@@ -263,6 +276,7 @@ class Run:
     reward_model: RewardModel | None
     engines: Engines
     source: Source
+    judge: LocalJudge | None = None  # None: the run's engine judges nothing
 
 
 def sampling_seed(seed: int, step: int, *, validation: bool, draw: int = 0) -> int:

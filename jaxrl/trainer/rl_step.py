@@ -47,10 +47,11 @@ def train_step(run: Run) -> None:
         if core.clock.step < cfg.critic.warmup_steps:
             mini_batches = []  # critic warm-up: the policy is not updated
         metrics |= update(core, mini_batches)
-        metrics |= coefficient_metrics(core.coefs, cfg)
+        metrics |= coefficient_metrics(core.coefs, cfg) | core.length_stage.metrics(cfg.data)
 
     core.reward_scale, core.role_baselines = experience.reward_scale, experience.role_baselines
     core.coefs = adapt_coefficients(core.coefs, metrics, cfg, n_samples=experience.n_samples)
+    core.length_stage = core.length_stage.after_step(metrics, cfg.data)
     core.in_flight = run.source.in_flight()
     trained = [packed for mini in mini_batches for packed in mini.packed]
     core.end_step(metrics, n_tokens=collected.n_tokens, trained=trained)

@@ -556,6 +556,49 @@ WRONG = [
         dict(data__pool_weights=(1.0, 2.0)),
         "data.pool_weights=(1.0, 2.0) are not the shares of hard",
     ),
+    (dict(data__progress=0.5), "data.progress=0.5 but data.weights=()"),
+    (
+        dict(data__gate_prompts=8),
+        "data.gate_prompts=8 but data.progress=0 and data.gate=0",
+    ),
+    (
+        dict(data__gate=0.5, data__progress_memory=(0.9, 0.5), data__streaming=True),
+        "data.progress_memory=(0.9, 0.5) are no memories",
+        "data.gate=0.5 needs the prompts in memory",
+    ),
+    (
+        dict(data__train=("a", "b"), data__weights=(0.0, 1.0), data__gate=0.5),
+        "data.gate=0.5 begins with the first source of data.train, whose weight",
+    ),
+    (
+        dict(
+            data__train=("a", "b"),
+            data__weights=(1.0, 1.0),
+            data__gate=0.5,
+            data__final_weights=(0.0, 1.0),
+            data__weights_ramp=9,
+        ),
+        "data.gate=0.5 with data.final_weights=(0.0, 1.0)",
+    ),
+    (
+        dict(reward__functions=("judge",), reward__judge__weights="reference"),
+        "reward.judge.max_prompt_len=0; set the tokens",
+    ),
+    (
+        dict(
+            reward__functions=("judge",),
+            reward__judge__weights="reference",
+            reward__judge__max_prompt_len=512,
+            reward__judge__rubric="r.yaml",
+            schedule__mode="partial",
+        ),
+        "schedule.mode='partial' does not leave; set schedule.mode='sync', or serve the judge with",
+        "needs initial weights, which this run does not keep",
+    ),
+    (
+        dict(reward__functions=("judge",), reward__judge__max_prompt_len=512),
+        "is for a judge on the run's own engine",
+    ),
     (dict(data__pool_memory=0.9), "data.pool_memory=0.9 but data.pool_weights=()"),
     (
         dict(data__pool_weights=(0.0, 1.0, 0.0), data__pool_edges=(0.8, 0.2)),

@@ -78,6 +78,11 @@ def test_the_score_is_the_win_rate_over_all_others_in_both_orders(serve, rubric)
     assert total(found, "prompt_tokens") == 60
     form = server.requests[0]["response_format"]["json_schema"]["schema"]
     assert form["properties"]["large"]["enum"] == ["A", "B", "tie"]
+    assert form["required"][0] == "explanation"
+    ask(server.url, rubric, ["3", "20"], explain=False)
+    form = server.requests[-1]["response_format"]["json_schema"]["schema"]
+    assert form["required"] == ["large", "short"]
+    assert "explanation" not in server.requests[-1]["messages"][0]["content"]
 
 
 def test_a_preference_for_a_position_cancels_and_is_counted(serve, rubric):

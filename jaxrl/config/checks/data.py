@@ -12,7 +12,7 @@ from jaxrl.config.choices import (
     TEXT_COLUMN,
     TRUTH_COLUMNS,
 )
-from jaxrl.config.keys import DataConfig
+from jaxrl.config.keys import DataConfig, RunConfig
 from jaxrl.config.schema import nearest
 
 _COLUMNS = (
@@ -34,6 +34,7 @@ def data_errors(data: DataConfig) -> list[str]:
         *_date_errors(data),
         *_weight_errors(data),
         *_pool_errors(data),
+        *_curriculum_errors(data),
         *_streaming_errors(data),
         *_rendered_errors(data),
     ]
@@ -87,6 +88,76 @@ def _pool_errors(data: DataConfig) -> list[str]:
         "prompts of all sources together, and leave out easy ones with the weight 0"
         for name, value in others.items()
         if value
+    ]
+    return errors
+
+
+def _curriculum_errors(data: DataConfig) -> list[str]:
+    """Rules of shares that follow the mean rewards of sources."""
+    default, memory = DataConfig(), data.progress_memory
+    used = {"progress": data.progress, "gate": data.gate}
+    shown = ", ".join(f"data.{name}={value}" for name, value in used.items() if value)
+    if not shown:
+        changed = memory != default.progress_memory or data.gate_prompts != default.gate_prompts
+        return [
+            f"data.progress_memory={memory}, data.gate_prompts={data.gate_prompts} but "
+            "data.progress=0 and data.gate=0; set one of them, or omit these keys"
+        ] * changed
+    errors = []
+    if len(memory) != 2 or not memory[0] < memory[1] < 1:
+        errors.append(
+            f"data.progress_memory={memory} are no memories of a fast and a slow mean; set two "
+            "numbers below 1, the smaller one first, for example (0.5, 0.9)"
+        )
+    if len(data.weights) < 2:
+        errors.append(
+            f"{shown} but data.weights={data.weights}; give one weight for each of at least two "
+            "sources of data.train, for example (1, 1)"
+        )
+    elif data.gate and not data.weights[0]:
+        errors.append(
+            f"data.gate={data.gate} begins with the first source of data.train, whose weight in "
+            f"data.weights={data.weights} is 0; order the sources by difficulty, easiest first"
+        )
+    if data.gate and data.final_weights:
+        errors.append(
+            f"data.gate={data.gate} with data.final_weights={data.final_weights}; set one of them"
+        )
+    if data.streaming:
+        errors.append(f"{shown} needs the prompts in memory; set data.streaming=False")
+    return errors
+
+
+def length_errors(run: RunConfig) -> list[str]:
+    """Rules of staged lengths."""
+    data, stages = run.data, run.data.length_stages
+    default = DataConfig()
+    names = ("length_steps", "length_truncated", "length_reward", "length_memory")
+    if not stages:
+        return [
+            f"data.{name}={getattr(data, name)} but data.length_stages=(); set it, for example to "
+            f"({data.max_response_len // 2},), or omit the key"
+            for name in names
+            if getattr(data, name) != getattr(default, name)
+        ]
+    errors = []
+    lens = [*stages, data.max_response_len]
+    if sorted(set(lens)) != lens:
+        errors.append(
+            f"data.length_stages={stages} and data.max_response_len={data.max_response_len} do not "
+            "rise; list shorter lengths first"
+        )
+    others = {
+        "schedule.mode": (run.schedule.mode, "sync"),
+        "env.episodes": (run.env.episodes, ""),
+        "reward.overlong_buffer": (run.reward.overlong_buffer, 0),
+    }
+    errors += [
+        f"data.length_stages={stages} limits single responses of synchronous rollouts, and no "
+        f"penalty by data.max_response_len; {name}={value!r} does not go together with it, set "
+        f"{name}={needed!r} or data.length_stages=()"
+        for name, (value, needed) in others.items()
+        if value != needed
     ]
     return errors
 

@@ -63,10 +63,10 @@ def _page_errors(run: RunConfig) -> list[str]:
             f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than one "
             f"page; set at least rollout.page_len={rollout.page_len}"
         )
-    needed = -(-run.data.max_len // max(rollout.page_len, 1))
+    needed = -(-run.engine_len // max(rollout.page_len, 1))
     if 0 < rollout.n_pages < needed:
         errors.append(
-            f"rollout.n_pages={rollout.n_pages} cannot hold one sequence of {run.data.max_len} "
+            f"rollout.n_pages={rollout.n_pages} cannot hold one sequence of {run.engine_len} "
             f"tokens; set at least {needed} (rollout.page_len={rollout.page_len}), or 0 to size "
             "the pool from memory"
         )

@@ -111,6 +111,48 @@ class DataConfig:
         ge=0,
         le=1,
     )
+    progress: float = key(
+        0.0,
+        "With data.weights: share of the prompts that goes to the sources in proportion to their "
+        "learning progress, the absolute change of their mean reward; 0 = off",
+        ge=0,
+        le=1,
+    )
+    progress_memory: tuple[float, ...] = key(
+        (0.5, 0.9),
+        "Weights of the earlier steps in the fast and the slow running mean reward of a source, "
+        "whose difference is its learning progress; data.gate reads the slow one",
+        ge=0,
+        le=1,
+    )
+    gate: float = key(
+        0.0,
+        "With data.weights: a source is admitted when the running mean rewards of all sources "
+        "before it reach this value; 0 = all from the start",
+        ge=0,
+    )
+    gate_prompts: int = key(
+        32, "Prompts of each admitted source before data.gate admits the next one", ge=1
+    )
+    length_stages: tuple[int, ...] = key(
+        (),
+        "Maximum response lengths of the first stages of training, in tokens and rising; the last "
+        "stage has max_response_len; () = no stages",
+        ge=1,
+    )
+    length_steps: int = key(1, "Steps of a stage at least, with data.length_stages", ge=1)
+    length_truncated: float = key(
+        0.0,
+        "Running share of truncated responses that a stage reaches before it ends; 0 = any",
+        ge=0,
+        le=1,
+    )
+    length_reward: float = key(
+        0.0, "Running mean reward that a stage reaches before it ends; 0 = any"
+    )
+    length_memory: float = key(
+        0.8, "Weight of the earlier steps in these running means; 0 = only the last", ge=0, le=1
+    )
     system_prompt: str = key(
         "", "System prompt added to every conversation that has none; '' = none"
     )
@@ -167,6 +209,11 @@ class DataConfig:
         "the run stops and names it, drop = the row is dropped and counted",
         choices=IMAGE_ERRORS,
     )
+
+    @property
+    def has_curriculum(self) -> bool:
+        """Whether the prompts of later steps depend on the mean rewards of earlier ones."""
+        return bool(self.skip_solved or self.pool_weights or self.progress or self.gate)
 
     @property
     def date(self) -> datetime.date | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrl.config.choices import OPPONENTS
+from jaxrl.config.choices import JUDGE_WEIGHTS, OPPONENTS
 from jaxrl.config.schema import key
 
 
@@ -13,6 +13,18 @@ class JudgeConfig:
         "Base URL of the OpenAI-compatible server of the judge, such as "
         "'http://judge:8000/v1'; '' = no judge",
     )
+    weights: str = key(
+        "server",
+        "The judge: server = the model at url; on the run's own engine: policy = the current "
+        "weights, reference = the initial ones, which a KL or adapters keep",
+        choices=JUDGE_WEIGHTS,
+    )
+    max_prompt_len: int = key(
+        0,
+        "Maximum length in tokens of the rubric, conversation and responses that a judge on the "
+        "run's own engine reads; 0 with a server",
+        ge=0,
+    )
     model: str = key("", "Name of the judge's model at the server")
     rubric: str = key("", "YAML or JSON file with the criteria, their weights and scales")
     reference: str = key(
@@ -22,6 +34,9 @@ class JudgeConfig:
     )
     thinking: bool = key(
         False, "Show the judge the whole response; False = only what follows its last </think>"
+    )
+    explain: bool = key(
+        True, "Ask for an explanation before the scores; False = verdicts of a few tokens"
     )
     temperature: float = key(0.0, "Sampling temperature of the judge", ge=0)
     max_verdict_len: int = key(1024, "Maximum length of a verdict in tokens", ge=1)
@@ -53,3 +68,8 @@ class JudgeConfig:
         "Compare each pair in both orders and take the mean, which cancels a preference of the "
         "judge for a position",
     )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the run's own engine is the judge."""
+        return self.weights != "server"

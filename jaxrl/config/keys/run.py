@@ -111,6 +111,13 @@ class RunConfig:
         return pathlib.Path(self.run_dir or f"runs/{self.name}")
 
     @property
+    def engine_len(self) -> int:
+        """Maximum length of a sequence in the engine: rollouts, and verdicts of a judge there."""
+        judge = self.reward.judge
+        verdict_len = judge.max_prompt_len + judge.max_verdict_len if judge.is_local else 0
+        return max(self.data.max_len, verdict_len)
+
+    @property
     def sequences_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.n
 

@@ -140,7 +140,7 @@ class RunCosts:
 
     @property
     def _shapes(self) -> DispatchShapes:
-        return dispatch_shapes(self.cfg.rollout, self.cfg.data.max_len, self.decoder)
+        return dispatch_shapes(self.cfg.rollout, self.cfg.engine_len, self.decoder)
 
     def engine(self, split: Split, mean_len: int | float) -> SimulatedEngine:
         """An engine without sequences, for responses of this mean length."""

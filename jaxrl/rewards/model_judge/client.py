@@ -71,11 +71,6 @@ class ChatClient:
             )
         except TimeoutError as error:
             raise RequestFailed("timeout", f"no reply within {self._timeout_s:g} s") from error
-        except urllib.error.HTTPError as error:
-            reason = f"status {error.code} {error.reason}"
-            raise RequestFailed(
-                "status", f"{self._url} returned {reason}", final=not may_pass(error.code)
-            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed("unreachable", f"{self._url}: {error}") from error
 
@@ -84,6 +79,11 @@ class ChatClient:
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
                 return response.read(_MAX_BYTES)
+        except urllib.error.HTTPError as error:
+            reason = f"status {error.code} {error.reason} {_message(error)}".strip()
+            raise RequestFailed(
+                "status", f"{self._url} returned {reason}", final=not may_pass(error.code)
+            ) from error
         except urllib.error.URLError as error:  # urllib wraps the time-out of a connection
             if isinstance(error.reason, TimeoutError):
                 raise error.reason from error
@@ -110,6 +110,18 @@ def read_reply(body: bytes) -> JudgeReply:
         _count(usage, "prompt_tokens"),
         _count(usage, "completion_tokens"),
     )
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """The message of an error in OpenAI's format, or the start of its body."""
+    try:
+        body = error.read(_MAX_BYTES)
+        message = parse_json(body)["error"]["message"]
+    except (OSError, http.client.HTTPException):
+        return ""
+    except (ValueError, LookupError, TypeError):
+        message = body.decode(errors="replace")
+    return f"({str(message)[:_MAX_SHOWN]})" if message else ""
 
 
 def _count(usage: object, name: str) -> int:

@@ -26,6 +26,7 @@ async def judge(
     rubric: str,
     reference: str = "",
     thinking: bool = False,
+    explain: bool = True,
     temperature: float = 0.0,
     max_tokens: int = 1024,
     request_s: float = 60.0,
@@ -48,6 +49,7 @@ async def judge(
         conversation=conversation,
         response=judged_text(solution_str, extra_info, thinking),
         reference=reference_text(reference, ground_truth, extra_info) if reference else None,
+        explain=explain,
         temperature=temperature,
         max_tokens=max_tokens,
     )

@@ -59,6 +59,7 @@ async def judge_pairs(
     rubric: str,
     reference: str = "",
     thinking: bool = False,
+    explain: bool = True,
     temperature: float = 0.0,
     max_tokens: int = 1024,
     request_s: float = 60.0,
@@ -105,6 +106,7 @@ async def judge_pairs(
         model=model,
         conversation=conversation,
         reference=shown,
+        explain=explain,
         temperature=temperature,
         max_tokens=max_tokens,
     )

@@ -54,17 +54,15 @@ class Rubric:
     criteria: tuple[Criterion, ...]
     instructions: str = ""
 
-    @property
-    def schema(self) -> Json:
-        """The JSON schema of a verdict: an explanation, then one integer per criterion."""
-        return _schema({c.name: {"type": "integer", "enum": c.levels} for c in self.criteria})
+    def schema(self, explain: bool) -> Json:
+        """The JSON schema of a verdict: an explanation with `explain`, an integer per criterion."""
+        scores: Json = {c.name: {"type": "integer", "enum": c.levels} for c in self.criteria}
+        return _schema(scores, explain)
 
-    @property
-    def pair_schema(self) -> Json:
-        """The JSON schema of a comparison: an explanation, then the better one per criterion."""
-        return _schema(
-            {c.name: {"type": "string", "enum": list(PREFERENCES)} for c in self.criteria}
-        )
+    def pair_schema(self, explain: bool) -> Json:
+        """The JSON schema of a comparison: an explanation with `explain`, then the better one."""
+        better: Json = {"type": "string", "enum": list(PREFERENCES)}
+        return _schema({c.name: better for c in self.criteria}, explain)
 
     def read_verdict(self, text: str) -> dict[str, int]:
         """The score of each criterion.
@@ -128,9 +126,10 @@ def read_rubric(path: str) -> Rubric:
         raise ValueError(f"the rubric {path}: {error}; {_HINT}") from error
 
 
-def _schema(fields: Json) -> Json:
-    """The JSON schema of an object with an explanation and these fields."""
-    fields = {EXPLANATION: {"type": "string"}} | fields
+def _schema(fields: Json, explain: bool) -> Json:
+    """The JSON schema of an object with these fields, after an explanation with `explain`."""
+    if explain:
+        fields = {EXPLANATION: {"type": "string"}} | fields
     return {
         "type": "object",
         "properties": fields,

@@ -14,19 +14,16 @@ import importlib.util
 import json
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jaxrl.config.packages import install_advice
-from jaxrl.data.support import n_words
-from jaxrl.engine.api import GrammarError, TokenMatcher
+from jaxrl.engine.json_grammar import JsonGrammar
+from jaxrl.engine.json_matcher import build_matcher, make_tokenizer
 from jaxrl.http.errors import RequestError
-from jaxrl.serve.structured.matcher import build_matcher, check, make_tokenizer
 from jaxrl.serve.structured.schema_checker import SchemaChecker
 from jaxrl.subprocesses.process import WorkerFailed
 
@@ -36,8 +33,6 @@ MAX_SCHEMA_BYTES = 64 << 10
 MAX_QUEUED = 16  # schemas that wait to be compiled
 MAX_CACHED = 16  # compiled schemas that are kept, at most 64 MiB each
 MAX_REFUSED = 256  # refused schemas that are kept
-# CPU time of a response's grammar: the engine's thread computes what may follow, for all responses.
-MATCHER_START_S, MATCHER_TOKEN_S = 0.2, 0.002  # at first, and per token
 
 
 class GrammarCompiler:
@@ -75,7 +70,7 @@ class GrammarCompiler:
         executor.shutdown()
         self._checker.close()
 
-    def compile(self, schema: dict[str, Any], *, param: str) -> "JsonGrammar":
+    def compile(self, schema: dict[str, Any], *, param: str) -> JsonGrammar:
         """The grammar of a JSON schema, to be built by `build`.
 
         Raises RequestError (400), with the field `param`, if the schema is too large.
@@ -85,7 +80,7 @@ class GrammarCompiler:
             raise _invalid(f"has {len(text)} bytes, at most {MAX_SCHEMA_BYTES} are accepted", param)
         return JsonGrammar(text, param, self._n_vocab)
 
-    def build(self, grammar: "JsonGrammar") -> "Future[JsonGrammar]":
+    def build(self, grammar: JsonGrammar) -> Future[JsonGrammar]:
         """The grammar with a matcher; it can be cancelled.
 
         Raises RequestError, or the future does: 400 if the schema is invalid, has keywords that a
@@ -115,7 +110,7 @@ class GrammarCompiler:
         with self._lock:
             self._n_queued -= 1
 
-    def _known(self, grammar: "JsonGrammar") -> "JsonGrammar | None":
+    def _known(self, grammar: JsonGrammar) -> JsonGrammar | None:
         """The grammar if it was built before. Raises RequestError (400) if it was refused."""
         schema = grammar.schema
         if schema in self._refused:
@@ -126,7 +121,7 @@ class GrammarCompiler:
         self._compiled.move_to_end(schema)
         return dataclasses.replace(grammar, start=self._compiled[schema])
 
-    def _build(self, grammar: "JsonGrammar") -> "JsonGrammar":
+    def _build(self, grammar: JsonGrammar) -> JsonGrammar:
         with self._lock:
             if known := self._known(grammar):
                 return known
@@ -174,60 +169,6 @@ def missing_compiler(param: str) -> RequestError:
         "fast tokenizer and an end-of-sequence token; this server lacks one of them",
         param=param,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class JsonGrammar:
-    """The grammar of a JSON schema, which the choices of a request share."""
-
-    schema: str  # JSON
-    param: str  # the field of the request that has it
-    n_vocab: int
-    start: Any = None  # llguidance.LLMatcher, of an extra; None until GrammarCompiler builds it
-
-    def matcher(self) -> TokenMatcher:
-        return JsonMatcher(self.start.deep_copy(), self.n_vocab)
-
-
-class JsonMatcher:
-    """Follows one response, for a limited CPU time."""
-
-    def __init__(self, matcher: Any, n_vocab: int):
-        self._matcher, self._n_words = matcher, n_words(n_vocab)
-        self._left_s = MATCHER_START_S
-
-    def allowed(self) -> np.ndarray:
-        from llguidance.numpy import fill_next_token_bitmask
-
-        mask, start = np.zeros((1, self._n_words), np.int32), time.thread_time()
-        self._check()
-        fill_next_token_bitmask(self._matcher, mask)
-        self._check()
-        self._spend(time.thread_time() - start)
-        if not mask.any():
-            raise GrammarError("no token of the model's vocabulary can follow")
-        return mask[0].view(np.uint32)
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        start = time.thread_time()
-        self._matcher.consume_tokens(list(tokens))
-        self._check()
-        self._spend(time.thread_time() - start - MATCHER_TOKEN_S * len(tokens))
-
-    def _spend(self, seconds: float) -> None:
-        """Counts CPU time beyond what the tokens have."""
-        self._left_s = min(self._left_s - seconds, MATCHER_START_S)
-        if self._left_s < 0:
-            raise GrammarError(
-                f"the schema takes more than {MATCHER_TOKEN_S * 1e3:g} ms per token; use fewer and "
-                "simpler patterns"
-            )
-
-    def _check(self) -> None:
-        try:
-            check(self._matcher)
-        except ValueError as error:
-            raise GrammarError(str(error)) from error
 
 
 def _invalid(reason: str, param: str) -> RequestError:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxrl.serve.structured.matcher import build_matcher, make_tokenizer
+from jaxrl.engine.json_matcher import build_matcher, make_tokenizer
 from jaxrl.subprocesses.process import connect
 
 MAX_CPU_S = 1  # of one schema; hundreds of properties take 0.1 s

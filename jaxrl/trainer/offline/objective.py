@@ -21,8 +21,8 @@ from jaxrl.types import Batch, Demonstration, TrainingSample
 UNUSED_SECTIONS = (
     *("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule"),
     *("data.rendered_prompts", "data.demonstrations", "data.demonstrations_per_step"),
-    *("data.skip_solved", "data.pool_weights", "self_distillation", "teacher_endpoint"),
-    "data.teacher_logprobs",
+    *("data.skip_solved", "data.pool_weights", "data.progress", "data.gate"),
+    *("data.teacher_logprobs", "self_distillation", "teacher_endpoint"),
 )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import PromptOutcome
 from jaxrl.engine.engine import PagedEngine
+from jaxrl.layout import Layout
 from jaxrl.learner.reward_model import RewardModel
-from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.rewards import (
@@ -28,6 +29,7 @@ from jaxrl.trainer.phases.rewards import (
 from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
 from sharding import hosts, to_device, to_host
 
+REFERENCE_VERSION = -1  # of the engine's KV with the initial weights: no version of the policy
 Scored = tuple[list[ScoredRollout], dict[str, float]]  # by group, and rollout/* metrics
 
 
@@ -123,7 +125,7 @@ def collect(
     """
     cfg = run.core.cfg
     groups = valid_groups(split_groups(sampled, cfg.rollout.n), cfg)
-    if cfg.data.skip_solved or cfg.data.pool_weights:
+    if cfg.data.has_curriculum:
         run.source.record(run, prompt_outcomes(groups))
         collected.data_metrics = run.core.iterator.metrics()
     collected.add(sampled, groups, engine_metrics)
@@ -195,7 +197,12 @@ def sample(
             assert isinstance(run.engines.engine, PagedEngine)
             with run.core.clock.timed("kv"):
                 run.engines.engine.allocate()
-        return run.engines.sample(
+        engines = run.engines
+        if cfg.data.length_stages and not validation:
+            longest = run.core.length_stage.max_response_len(cfg.data)
+            limits = dataclasses.replace(engines.limits, max_tokens=longest)
+            engines = dataclasses.replace(engines, limits=limits)
+        return engines.sample(
             params,
             prompts,
             n=n,
@@ -236,11 +243,28 @@ def end_rollouts(run: Run) -> None:
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[ScoredRollout]:
     """All rollouts with their rewards, on every process."""
     with run.core.clock.timed("val" if validation else "reward"), run.core.no_compile("reward"):
-        return score(run.rewards, run.reward_model, rollouts, run.core.session.stop)
+        run_functions = functools.partial(judged, run) if run.judge else run.rewards.score
+        return score(run_functions, run.reward_model, rollouts, run.core.session.stop)
+
+
+def judged(run: Run, rollouts: Sequence[Rollout]) -> list[Reward]:
+    """The rewards of the functions, while the run's engine answers their requests to a judge."""
+    core, judge = run.core, run.judge
+    assert judge is not None and isinstance(run.engines.layout, Layout)
+    ticket, found = run.rewards.submit(rollouts), dict[int, list[Reward]]()
+
+    def done() -> bool:
+        found.update(run.rewards.collect(wait=False))
+        return ticket in found
+
+    is_policy = core.cfg.reward.judge.weights == "policy"
+    with run.engines.layout.weights(core.judge_params, core.clock.timed("reshard")) as params:
+        judge.serve(params, core.clock.step if is_policy else REFERENCE_VERSION, done)
+    return found[ticket]
 
 
 def score(
-    pool: RewardPool,
+    run_functions: Callable[[Sequence[Rollout]], list[Reward]],
     reward_model: RewardModel | None,
     rollouts: Sequence[Rollout],
     stop: StopFlag,
@@ -253,7 +277,7 @@ def score(
     groups = [list(group) for _, group in itertools.groupby(rollouts, lambda r: r.prompt.id)]
     with hosts.raise_together():
         own = groups[hosts.local_slice(len(groups))]
-        share = pool.score(list(itertools.chain.from_iterable(own)))
+        share = run_functions(list(itertools.chain.from_iterable(own)))
     stop.check()
     return with_model_scores(reward_model, rollouts, hosts.gather_items(share), stop)
 

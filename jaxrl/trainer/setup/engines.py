@@ -17,6 +17,7 @@ from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.engines import Engines, generating_processes
+from jaxrl.rollout.local_judge import LocalJudge
 from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.multi_turn import EpisodeLimits
 from jaxrl.rollout.paged_engine import paged_engine
@@ -77,6 +78,14 @@ def open_engines(
         n_generating=generating_processes(cfg),
         images=open_images(models, encoder),
     )
+
+
+def open_local_judge(host: HostSide, engines: Engines) -> LocalJudge | None:
+    """The judge on the engine of the run; None if there is none."""
+    if host.judge is None:
+        return None
+    assert isinstance(engines.engine, PagedEngine), "schedule.rollout_workers=0"
+    return LocalJudge(host.judge, engines.engine, engines.renderer, engines.eos_ids)
 
 
 def open_images(models: Models, encoder: ImageEncoder | None) -> EpisodeImages | None:

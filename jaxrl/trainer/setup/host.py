@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxrl.config.keys import RunConfig
+from jaxrl.config.keys import DataConfig, RunConfig
 from jaxrl.config.parts import parse_parts, part_of
 from jaxrl.config.teachers import teachers
 from jaxrl.data.demonstrations import demonstration_maker
@@ -20,6 +20,7 @@ from jaxrl.data.items import ItemMaker, load_items, load_sources
 from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems, StepItems
 from jaxrl.data.mixing import MixedIterator, most_per_step, shares
 from jaxrl.data.prompts import prompt_maker
+from jaxrl.data.source_rates import SourceCurriculum
 from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.environments.pool import EnvironmentPool
@@ -30,6 +31,7 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.worker_thread import OwnFunctions
 from jaxrl.rollout.agents.endpoint import AgentEndpoint
 from jaxrl.rollout.agents.runner import Agents
+from jaxrl.rollout.judge_endpoint import JudgeEndpoint
 from jaxrl.runtime.multihost import check_same_data, check_same_order
 from jaxrl.teachers.endpoint import TeacherEndpoint
 from jaxrl.trainer.phases.self_distillation import demonstration
@@ -51,6 +53,7 @@ class HostSide:
     val: Sequence  # validation items
     iterator: Batches | None = None  # None in an evaluation
     rewards: RewardPool | None = None  # None in offline training
+    judge: JudgeEndpoint | None = None  # None: the run's engine judges nothing
     environments: Environments | None = None
     demonstrations: StepItems[Demonstration] | None = None  # of an RL run that trains on them
     # Teachers at servers, by index among all
@@ -81,10 +84,11 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
         check_teacher_texts(cfg, iterator.items, models.decoder)
         check_teacher_sources(cfg, iterator.items)
         endpoints = open_endpoints(cfg, models)
-        rewards = open_rewards(session, models, iterator.items, val, own)
+        judge = open_judge(session, models.decoder)
+        rewards = open_rewards(session, models, iterator.items, val, own, judge)
         environments = open_environments(cfg, session.stack, models.images)
     host = HostSide(
-        session, models, val, iterator, rewards, environments, demonstrations, endpoints
+        session, models, val, iterator, rewards, judge, environments, demonstrations, endpoints
     )
     check_items(host)
     return host
@@ -134,15 +138,44 @@ def open_rewards(
     prompts: Sequence[Prompt],
     more: Sequence[Prompt],
     own: OwnFunctions | None = None,
+    judge: JudgeEndpoint | None = None,
 ) -> RewardPool:
     """The pool of reward functions, after checks of the columns and truths of the prompts."""
     decode = functools.partial(models.renderer.decode, skip_special=False)
+    cfg = session.cfg.reward
+    if judge is not None:
+        local = dataclasses.replace(cfg.judge, url=judge.url, model=cfg.judge.weights)
+        cfg = dataclasses.replace(cfg, judge=local)
     rewards = session.stack.enter_context(
-        RewardPool(session.cfg.reward, decode, own=own, run_folder=session.cfg.run_path)
+        RewardPool(cfg, decode, own=own, run_folder=session.cfg.run_path)
     )
     rewards.check_columns(prompts)
     report_truths(session.cfg, rewards, [*prompts, *more], session.progress)
     return rewards
+
+
+def open_judge(session: Session, decoder: DecoderConfig) -> JudgeEndpoint | None:
+    """The endpoint of a judge on the run's own engine; None if the judge is a server.
+
+    Raises ValueError for a run of several processes, whose engines are in step, and for requests
+    that are longer than the model's context.
+    """
+    cfg = session.cfg
+    if not cfg.reward.judge.is_local:
+        return None
+    if cfg.engine_len > decoder.context_len:
+        raise ValueError(
+            f"a judge's prompt and verdict may take {cfg.engine_len} tokens, the model supports "
+            f"{decoder.context_len}; lower config.reward.judge.max_prompt_len or "
+            "config.reward.judge.max_verdict_len"
+        )
+    if (n := hosts.n_processes()) > 1:
+        raise ValueError(
+            f"config.reward.judge.weights={cfg.reward.judge.weights!r} is for one process, "
+            f"this run has {n}; serve the judge with `python -m jaxrl.serve` on other devices and "
+            "set config.reward.judge.url"
+        )
+    return session.stack.enter_context(JudgeEndpoint())
 
 
 def open_environments(
@@ -316,8 +349,16 @@ def make_iterator[T](cfg: RunConfig, maker: ItemMaker[T]) -> Batches[T]:
         final_weights=data.final_weights,
         ramp=data.weights_ramp,
         skip_solved=skip,
+        curriculum=source_curriculum(data),
         identity=identity,
     )
+
+
+def source_curriculum(data: DataConfig) -> SourceCurriculum | None:
+    """The curriculum over the sources; None if their shares do not follow mean rewards."""
+    if not (data.progress or data.gate):
+        return None
+    return SourceCurriculum(data.progress, data.progress_memory, data.gate, data.gate_prompts)
 
 
 def keep_sources[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[EndlessItems[T]]:
@@ -325,6 +366,8 @@ def keep_sources[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[EndlessItems[T]
     data = cfg.data
     first = shares(data.weights)
     last = shares(data.final_weights) if data.final_weights else first
+    if source_curriculum(data):  # one source may fill a step
+        first = last = [1.0] * len(first)
     return [
         EndlessItems(
             items,

@@ -57,6 +57,7 @@ from jaxrl.trainer.offline.objective import (
     validate,
     with_objective,
 )
+from jaxrl.trainer.phases.length_stages import LengthStage
 from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
 from jaxrl.trainer.phases.update import load_reference_tower
 from jaxrl.trainer.setup.devices import Policy, open_plan, open_policy
@@ -66,6 +67,7 @@ from jaxrl.trainer.setup.engines import (
     make_source,
     open_engines,
     open_images,
+    open_local_judge,
     with_idle_policy,
 )
 from jaxrl.trainer.setup.host import HostSide, open_evaluation_host, open_host, open_offline_host
@@ -269,6 +271,7 @@ def start_run(devices: Devices) -> Run:
         reward_model=devices.reward_model,
         engines=engines,
         source=make_source(core, engines, host.rewards),
+        judge=open_local_judge(host, engines),
     )
     if not core.clock.done:
         warm_up(run, devices.threads)
@@ -346,6 +349,7 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         peak_flops=peak_flops(devices.policy.dtype),
         position=iterator.state(),
         in_flight=(lambda: saved["in_flight"]) if "in_flight" in saved else None,
+        length_stage=LengthStage(**saved.get("length_stage", {})),
         demonstrations=host.demonstrations,
         endpoints=host.endpoints,
     )
