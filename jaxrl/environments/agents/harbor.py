@@ -16,7 +16,7 @@ _TOOL = {
     "type": "function",
     "function": {
         "name": "bash",
-        "description": "Run a shell command on the computer of the task. Every call starts anew "
+        "description": "Run a shell command on the computer of the task. Every call starts "
         "in the working folder; processes end with the call.",
         "parameters": {
             "type": "object",

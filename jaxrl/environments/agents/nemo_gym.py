@@ -77,7 +77,7 @@ def converse(
 
 
 def _result(call: dict[str, Any], server: JsonClient) -> str:
-    """What the server answers to a call. Its errors are results, which the model reads."""
+    """The answer of the server to a call. Its errors are results, which the model reads."""
     try:
         arguments = parse_json(call["arguments"])
     except ValueError as error:

@@ -21,11 +21,12 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"by": {"type": "integer"}}},
     "strict": True,
 }
+PARTS = [{"type": "input_text", "text": text} for text in ("To ", "five.")]
 ROW = {
     "responses_create_params": {
         "input": [
             {"role": "developer", "content": "Count."},
-            {"role": "user", "content": [{"type": "input_text", "text": "To "}, {"text": "five."}]},
+            {"role": "user", "content": PARTS},
         ],
         "tools": [TOOL],
     },
