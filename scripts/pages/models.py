@@ -158,10 +158,12 @@ FAMILIES = {
         "deepseek_v3",
         ("moonshotai/Moonlight-16B-A3B-Instruct", "deepseek-ai/DeepSeek-V3"),
         (
-            "All weights of DeepSeek-V3 need 256 devices: `configs/grpo_deepseek_v3.py` (TPU v5p) "
-            "and `configs/grpo_deepseek_v3_h100.py`. `configs/grpo_deepseek_v3_lora_h100.py` "
-            "trains adapters over an int8 base on 64 H100. The three have longer responses than "
-            "the rows, and settings by formula: none is compiled yet.",
+            "`configs/grpo_deepseek_v3.py` (TPU v5p) and `configs/grpo_deepseek_v3_h100.py` train "
+            "all weights on 256 devices, `configs/grpo_deepseek_v3_lora_h100.py` adapters over an "
+            "int8 base on 64 H100. The three have longer responses than the rows, and settings by "
+            "formula: none is compiled yet.",
+            "The rows with all weights of DeepSeek-V3 on 64 devices need 176 GiB of host memory "
+            "per device.",
             "Layers have latent attention: the KV pages of a token hold 512 + 64 numbers per layer "
             "([notes](../reference/models.md#latent-attention)).",
             "The first layers are dense, and their projections have the names of those of experts "
