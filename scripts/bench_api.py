@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +71,7 @@ def measure_clients(args: argparse.Namespace, count: int) -> None:
             try:
                 assert server.stdout is not None
                 address = next(filter(None, map(find_address, server.stdout)))
+                wait_until_open(address)
                 clients = [Client(address, f"tml-{i}", args) for i in range(count)]
                 together(clients, args.steps)  # compiles
                 serial = cpu_s(server.pid)
@@ -91,6 +94,19 @@ def measure_clients(args: argparse.Namespace, count: int) -> None:
 def find_address(line: str) -> str | None:
     found = re.search(r"http://\S+:\d+", line)
     return found and found.group()
+
+
+def wait_until_open(address: str) -> None:
+    """Returns when the server accepts connections."""
+    while True:
+        try:
+            urllib.request.urlopen(f"{address}/api/v1/healthz", timeout=60).close()
+        except urllib.error.HTTPError:  # it wants a key
+            return
+        except urllib.error.URLError:
+            time.sleep(0.1)
+        else:
+            return
 
 
 def cpu_s(pid: int) -> float:
@@ -211,6 +227,7 @@ def measure_memory(args: argparse.Namespace) -> None:
             cfg = lane_config(run, args.budget // n)
             lowered = lower(weights, abstract((n,)), loss, batch, frozen, cfg=cfg)
             memory = lowered.compile().memory_analysis()
+            assert memory is not None, "this platform does not say what a program needs"
             n_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
             n_bytes += memory.temp_size_in_bytes
             found.append(n_bytes)

@@ -35,6 +35,7 @@ from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.metrics import ServerMetrics
 
 NAME = re.compile(r"[\w.-]{1,200}")
+INFLIGHT = "~inflight"  # no name that `_name` accepts
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 86400
 
 
@@ -205,15 +206,16 @@ class Service:
         return self._model_request(client, body, "save_weights", work)
 
     def save_for_sampler(self, client: str, body: Mapping[str, Any]) -> Json:
-        if body.get("kind", "snapshot") != "snapshot":
-            raise RequestError(
-                400, "sampling clients of the kind 'inflight' are not supported; use 'snapshot'"
-            )
         model, details = text(body, "model_id"), self._saved(client, body)
-        name, sampler = _name(body), ""
+        name, sampler, kind = _name(body), "", body.get("kind", "snapshot")
+        if kind not in ("snapshot", "inflight") or (kind == "inflight" and name):
+            message = f"kind={kind!r} must be 'snapshot', or 'inflight' without a name"
+            raise RequestError(400, message, param="kind")
         if not name:
             session = self.store.model(model, client)["session"]
             sampler = f"{session}:sample:{integer(body, 'sampling_session_seq_id')}"
+        if kind == "inflight":  # all of them read the newest weights at this path
+            name = INFLIGHT
         name = name or secrets.token_hex(8)
         work = functools.partial(
             self.models.save_for_sampler, model, client, name, sampler, **details

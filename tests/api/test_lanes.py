@@ -10,7 +10,6 @@ from jaxrl.types import TrainingSample
 
 LEARNER = LearnerConfig(token_budget=256, halvings=2)  # rows of 256, 128 and 64 tokens
 CFG = dataclasses.replace(RunConfig(), learner=LEARNER)
-SIZES = dict(L=1, D=8, N=1, K=1, H=8, F=8, V=8, max_len=8)
 
 
 def sample(n: int) -> TrainingSample:
@@ -45,9 +44,9 @@ def test_the_lanes_of_a_call_have_the_fewest_tokens(lens, shapes):
 
 def test_a_dispatch_has_the_tokens_of_a_micro_batch_or_a_part_of_them():
     assert [max_lanes(CFG, n) for n in (256, 128, 64)] == [1, 2, 4]
-    dense, experts = (
-        uniform_decoder(family, **SIZES, E=E, top_k=1, F_expert=8)
-        for family, E in (("qwen3", 0), ("qwen3_moe", 2))
+    dense = uniform_decoder("qwen3", L=1, D=8, N=1, K=1, H=8, F=8, V=8)
+    experts = uniform_decoder(
+        "qwen3_moe", L=1, D=8, N=1, K=1, H=8, F=8, V=8, E=2, top_k=1, F_expert=8
     )
     assert [dispatch_size(n, CFG, 64, dense) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
     assert dispatch_size(1, CFG, 64, experts) == 4

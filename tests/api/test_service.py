@@ -183,6 +183,26 @@ def test_sampling_uses_the_trained_weights(client):
     assert -logp[1:].sum() == pytest.approx(loss_sum(trained_on), rel=1e-5)
 
 
+def test_an_inflight_sampler_has_the_newest_weights(client):
+    def published(number: int) -> str:
+        fields = {"kind": "inflight", "sampling_session_seq_id": number}
+        saved = client.model_call("save_weights_for_sampler", model, **fields)
+        return client.wait(saved).json()["sampling_session_id"]
+
+    def logprobs(sampler: str, seq_id: int) -> list[float]:
+        future = client.sample(sampler, seq_id, PROMPT, prompt_logprobs=True)
+        return prompt_logprobs(client.wait(future))[1:].tolist()
+
+    model = client.create(7)
+    first = published(70)
+    before = logprobs(first, 0)
+    client.train(model, "cross_entropy", DATA)
+    client.step(model)
+    assert logprobs(first, 1) == before
+    second = published(71)
+    assert logprobs(first, 2) == logprobs(second, 0) != before
+
+
 def test_stops_end_a_sample(client):
     body = {"session_id": client.session, "sampling_session_seq_id": 50, "base_model": "tiny"}
     sampler = client.call("create_sampling_session", body)["sampling_session_id"]
