@@ -284,7 +284,7 @@ def test_output_is_shown_with_the_name_of_the_worker(functions):
 
 
 def test_a_result_that_is_too_long_is_an_error(functions):
-    with functions.pool("long_result", workers=1) as pool:
+    with functions.pool("long_result", workers=1, timeout_s=60.0) as pool:
         fine, long = pool.score([rollout(""), rollout("x")])
     assert fine.value == 1 and "16777216 are allowed; return less" in long.error
 
