@@ -150,21 +150,6 @@ def test_a_saved_state_continues_with_the_same_numbers_after_a_restart(opened, t
         assert losses[0] != losses[1]
 
 
-def test_two_devices_train_as_one(client, model_folder, tmp_path):
-    def norms(client: Client, number: int) -> list[float]:
-        model = client.create(number)
-        calls = []
-        for _ in range(2):
-            calls += [client.train(model, "cross_entropy", DATA), client.step(model)]
-        metrics = [client.wait(call).json()["metrics"] for call in calls[1::2]]
-        return [step["optim/grad_norm"] for step in metrics]
-
-    argv = arguments(model_folder, tmp_path, "--config.mesh.fsdp=2")
-    with serving(*loaded(argv)) as address:
-        found = norms(Client(address, "tml-dora").open(), 0)
-    assert found == pytest.approx(norms(client, 130), rel=1e-5)
-
-
 def test_sampling_uses_the_trained_weights(client):
     model = client.create(4)
     target = [*PROMPT[1:], 9]
