@@ -117,7 +117,7 @@ class Given(torch.nn.Module):
         logp = self.logp
         if kwargs.get("fused_lm_head"):
             zeros = torch.zeros_like(logp)
-            extra = dict.fromkeys(("entropy", "mean_logits"), zeros)
+            extra: dict[str, torch.Tensor] = {"entropy": zeros, "mean_logits": zeros}
             extra["log_sum_sq_probs"] = torch.from_numpy(COLLISIONS)
             return SimpleNamespace(log_probs=logp, is_top1=zeros > 0, **extra)
         # A vocabulary of two tokens; all targets are token 1. The last position has no target.

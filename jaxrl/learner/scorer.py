@@ -52,7 +52,7 @@ class Scorer:
         the targets.
         """
         self.layout, self.restricted, self.of_training = layout, restricted, of_training
-        self.encoder = encoder
+        self.encoder, self.most_likely = encoder, most_likely
         self.records, self.replays = replay == "R2", replay == "R3"
         self.keeps_entropy = cfg.algorithm.top_entropy < 1.0
         self.keeps_second = most_likely or self.keeps_entropy or needs_collision(cfg)
