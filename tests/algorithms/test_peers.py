@@ -236,8 +236,13 @@ def test_the_off_policy_mask_of_trl():
     assert 0 < want.sum() < MASK.sum()
 
 
+# Estimators that are compared elsewhere: turns, roles and pairs in test_advantages.py and
+# test_role_advantages.py, the token baseline with verl itself in test_golden.py
+NO_PORT = {"distill", "gigpo", "hierarchical_grpo", "online_dpo", "optimal_token_baseline", "rae"}
+
+
 @pytest.mark.parametrize("kl_in_reward", [False, True])
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in ("distill", "gigpo")])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_PORT])
 def test_advantages(name, kl_in_reward):
     if kl_in_reward and name in ("max_rl", "gdpo"):
         return  # refused
@@ -293,8 +298,7 @@ def test_the_value_loss_of_verl():
 
 
 def test_every_name_has_a_port():
-    # no counterpart in these projects: gigpo compares turns; jsd is in kernels/test_divergence.py
-    without = {"distill", "full", "full+", "jsd", "gigpo"}
+    without = NO_PORT | {"full", "full+", "jsd"}  # these KLs are in kernels/test_divergence.py
     ours = set(itertools.chain(ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, AGGREGATIONS))
     ports = itertools.chain(peers.ADVANTAGES, peers.POLICY_LOSSES, peers.KLS, peers.AGGREGATIONS)
     assert ours - set(ports) == without

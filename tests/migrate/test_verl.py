@@ -146,6 +146,7 @@ SAME = {
     "trainer.experiment_name": "name",
 }
 ADVANTAGES = {"grpo", "gae", "rloo", "gpg", "remax", "reinforce_plus_plus", "distill"}
+ADVANTAGES |= {"optimal_token_baseline"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES["scripts"])
