@@ -24,12 +24,12 @@ MAX_VALUES = 1 << 20  # JSON values of a body
 MAX_TOOLS, MAX_TOOLS_SIZE = 512, 512 << 10  # tools of a request, and characters of all of them
 MAX_CHOICES = 128
 READ = (
-    *("logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "parallel_tool_calls"),
-    *("stop", "stream", "stream_options", "tool_choice", "tools"),
+    *("logprobs", "max_completion_tokens", "max_tokens", "messages", "model", "n"),
+    *("parallel_tool_calls", "stop", "stream", "stream_options", "tool_choice", "tools"),
 )
-# Fields that are accepted and change nothing: the run sets the model and the sampling.
+# Fields that are accepted and change nothing: the run sets the sampling.
 RUN_FIELDS = (
-    *("frequency_penalty", "logit_bias", "min_p", "min_tokens", "model", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty"),
     *("repetition_penalty", "seed", "temperature", "top_k", "top_p", *IGNORED),
 )
 # Fields that would change the meaning of a response, with the values that have no effect.
