@@ -6,8 +6,8 @@ A role is the part of a conversation's name before "/": "solver/0" and "solver/1
 import numpy as np
 from jaxtyping import Float, Int
 
-Values = Float[np.ndarray, " N"]
-Tokens = Float[np.ndarray, "N T"]
+RoleValues = Float[np.ndarray, " N"]
+RoleTokens = Float[np.ndarray, "N T"]
 
 
 def role_of(name: str) -> str:
@@ -15,7 +15,7 @@ def role_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def rae(role_rewards: Values, role_baselines: Values, mask: Tokens) -> Tokens:
+def rae(role_rewards: RoleValues, role_baselines: RoleValues, mask: RoleTokens) -> RoleTokens:
     """A = r - b with b the running mean of the rewards of the conversation's role.
 
     Role-conditioned advantage estimation, SPIRAL (https://arxiv.org/abs/2506.24119): in a zero-sum
@@ -35,13 +35,13 @@ def updated_baseline(baseline: float, rewards: np.ndarray, decay: float) -> floa
 
 
 def hierarchical_grpo(
-    role_rewards: Values,
+    role_rewards: RoleValues,
     places: tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]],
     roles: tuple[str, ...],
-    mask: Tokens,
+    mask: RoleTokens,
     *,
     episode_roles: tuple[str, ...],
-) -> Tokens:
+) -> RoleTokens:
     """A = r - mean(r) over the conversations of one role, in an episode or in the whole group.
 
     Roles of `episode_roles` are compared within their episode, such as the solvers of one proposed

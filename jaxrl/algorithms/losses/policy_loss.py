@@ -285,10 +285,6 @@ def _truncated(log_ratio, ratio_max: float):
     return stop_gradient(jnp.minimum(jnp.exp(log_ratio), ratio_max))
 
 
-def _penalty(log_ratio, coef: float):
-    return coef * k2(log_ratio, jnp.zeros_like(log_ratio)) if coef else 0.0
-
-
 def _clipped(ratio, advantages, clip_low: Scalar, clip_high: Scalar):
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return jnp.maximum(-ratio * advantages, -clipped * advantages)
