@@ -85,7 +85,9 @@ def drive(jet, prompts, n_tokens):
 
 
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, SamplingConfig(temperature=0.9)], ids=["greedy", "sampled"]
+    "sampling",
+    [pytest.param(GREEDY, marks=pytest.mark.thorough), SamplingConfig(temperature=0.9)],
+    ids=["greedy", "sampled"],
 )
 def test_the_verbs_give_the_tokens_of_the_engine(params, mesh, sampling):
     prompts, want = prompts_and_tokens(params, mesh, 7, 12, sampling)

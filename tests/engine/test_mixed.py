@@ -146,6 +146,7 @@ def test_a_cancelled_prompt_holds_no_pages_and_its_chunks_stay_cached(long_llama
     assert engine.scheduler.pool.n_used == 0
 
 
+@pytest.mark.thorough
 def test_chunks_of_old_weights_are_computed_again(long_llama):
     cfg, params = long_llama
     new = make_params(cfg, scale=3.0)

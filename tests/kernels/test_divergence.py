@@ -190,6 +190,7 @@ def test_the_divergence_of_the_most_likely_ids_is_that_of_trls_sdpo(one_device, 
     assert_same_as_trl(case, loss)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{}, MESH], ids=str)
 def test_logprob_and_collision_probability_equal_the_naive_form(sizes):
     inputs, _ = problem()

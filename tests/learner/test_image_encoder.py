@@ -76,7 +76,12 @@ def batch_of(image: ImageInput):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rules"), [({}, TRAIN), (dict(fsdp=2), TRAIN), (dict(fsdp=2, sequence=2), RING)]
+    ("sizes", "rules"),
+    [
+        ({}, TRAIN),
+        pytest.param(dict(fsdp=2), TRAIN, marks=pytest.mark.thorough),
+        pytest.param(dict(fsdp=2, sequence=2), RING, marks=pytest.mark.thorough),
+    ],
 )
 def test_features_are_at_their_tokens(sizes, rules):
     image = min(inputs(), key=lambda image: image.n_tokens)

@@ -173,6 +173,7 @@ def test_the_command_plans_the_tower_of_a_run_with_images(monkeypatch):
     assert caught.value.args == (tower,)
 
 
+@pytest.mark.thorough
 def test_the_tower_and_features_of_images_are_counted():
     text = model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
     cfg, workload = (

@@ -972,6 +972,7 @@ COLD = {"temperature": 0.0}
 GO = dict(model="tiny", max_tokens=40, messages=HI, extra_body=COLD)
 
 
+@pytest.mark.thorough
 def test_a_message_is_the_chat_completion_of_its_input(served, claude):
     system = [{"role": "system", "content": "Be kind."}, *HI]
     chat = ask(served, messages=system, max_tokens=40, temperature=0.0)

@@ -171,9 +171,8 @@ def test_a_stop_token_in_an_accepted_draft_ends_the_response(one_device):
         assert engine.take_stats().n_steps == 1 and made[0][2] == "stop"
 
 
-@pytest.mark.parametrize(
-    "n_prompt", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2, 63, 64, 65)), 128]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("n_prompt", [1, 2, 63, 64, 65, 128])
 def test_all_lengths_and_page_boundaries_give_the_same(one_device, n_prompt):
     cfg, params = small("llama")
     tokens = np.arange(n_prompt, dtype=np.int32) % 3 + 2

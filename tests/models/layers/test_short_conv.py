@@ -29,6 +29,7 @@ FOLDER = GOLDEN / "lfm2"
 CONFIG = json.loads((FOLDER / "config.json").read_text())
 
 
+@pytest.mark.thorough
 def test_chunks_and_snapshots_give_the_outputs_of_packed_segments(one_device):
     """The second of two segments, in a slot in two chunks with padding, then one token.
 

@@ -146,11 +146,10 @@ def renderer(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize(
     "name",
     [
-        "claude",
         "codex",
         *(
-            pytest.param(f"{name}_stream", marks=pytest.mark.thorough)
-            for name in ("claude", "codex")
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("claude", "claude_stream", "codex_stream")
         ),
     ],
 )

@@ -170,8 +170,8 @@ def play(agents, reader, renderer, name, script):
 @pytest.mark.parametrize(
     ("name", "package", "script"),
     [
-        ("claude", "anthropic", [CALL, "d"]),
-        ("codex", "openai", ["ab", "d"]),
+        pytest.param("claude", "anthropic", [CALL, "d"], marks=pytest.mark.thorough),
+        pytest.param("codex", "openai", ["ab", "d"], marks=pytest.mark.thorough),
         ("chat", "openai", ["ab", "d", "f"]),
     ],
 )
