@@ -16,6 +16,12 @@ RUBRIC = """
 criteria:
   - {name: good, description: It is good., scale: [0, 100]}
 """
+VARIED = """
+import zlib
+
+def varied(data_source, solution_str, ground_truth, extra_info):
+    return zlib.crc32(solution_str.encode()) % 7
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +44,9 @@ def judged_config(tiny_config, tmp_path, long_context):
     return config
 
 
-def scores(run, rollouts):
-    return [(one.reward.parts, one.reward.error) for one in reward(run, rollouts)]
+def verdicts(run, rollouts):
+    """(score of the rubric's criterion, error) of each response."""
+    return [(one.reward.parts.get("judge/good"), one.reward.error) for one in reward(run, rollouts)]
 
 
 @pytest.mark.thorough
@@ -47,7 +54,9 @@ def test_the_base_of_adapters_is_a_frozen_judge_and_the_policy_one_that_moves(
     judged_config, tmp_path
 ):
     """The verdicts of one and the same responses, before and after two steps."""
-    config, found = judged_config, {}
+    config, found, own = judged_config, {}, tmp_path / "own.py"
+    own.write_text(VARIED)
+    config.reward.functions = ("judge", f"{own}:varied")  # the verdicts may all be equal
     for weights, rank, merge in (
         ("policy", 0, False),
         ("reference", 4, False),
@@ -57,14 +66,14 @@ def test_the_base_of_adapters_is_a_frozen_judge_and_the_policy_one_that_moves(
         config.lora.rank, config.lora.merge = rank, merge
         with open_run(resolve(config)) as run:
             rollouts = sample(run, list(run.core.val)[:4])[0]
-            before = scores(run, rollouts)
+            before = verdicts(run, rollouts)
             assert run_to_end(run, train_step, validate)
-            found[weights, merge] = before, scores(run, rollouts)
+            found[weights, merge] = before, verdicts(run, rollouts)
         steps = [m for m in metrics(config.run_dir) if "reward/mean" in m]
         assert len(steps) == 2 and all(m["reward/judge/requests"] == 4 for m in steps)
         assert all(m["reward/judge/failures"] == 0 for m in steps)
     initial = found["policy", False][0]
-    assert all(not error for _, error in initial)
+    assert all(score is not None and not error for score, error in initial)
     for merge in (False, True):
         before, after = found["reference", merge]
         assert before == after == initial
