@@ -3,10 +3,10 @@
     python -m scripts.objective_curves --runs runs/objectives [NAME ...]
 
 Task: how many times has a text of eight letters an "a"? One to six, and the answer is one token.
-The policy is a transformer of width 32 that learned the task from labels with mistakes: of texts
+The policy is a transformer of width 64 that learned the task from labels with mistakes: of texts
 with more than four, 70 % are labelled 4. So it is wrong about a third of the texts if it answers
 greedily, and right about some of them if it samples. Rewards and the teacher make no mistakes. The
-teacher is a transformer of width 64 that learned from right labels. For self-distillation, the
+teacher is a transformer of width 128 that learned from right labels. For self-distillation, the
 policy also learned to repeat an answer that it reads in its prompt.
 
 Every run has 40 steps of 256 responses, with four updates each. Supervised training takes about two
@@ -38,12 +38,12 @@ RESPONSES = 256  # of a step of RL
 MISTAKES = 0.7  # share of wrong labels above COUNTED
 HINT = "{prompt} It is {context}."
 SFT = {
-    "total_steps": "200",
+    "total_steps": "400",
     "data.prompts_per_step": "128",
     "learner.lr": "4e-3",
     "learner.lr_schedule": "cosine",
     "learner.warmup_steps": "20",
-    "eval.every": "100",
+    "eval.every": "200",
 }
 RL = {
     "total_steps": "40",
@@ -54,7 +54,7 @@ RL = {
     "rollout.max_num_batched_tokens": "4096",
     "rollout.steps_per_dispatch": "4",
     "reward.functions": "last_number",
-    "learner.lr": "1e-4",
+    "learner.lr": "2e-4",
     "learner.warmup_steps": "5",
     "eval.every": "10",
 }
@@ -109,7 +109,7 @@ def main() -> None:
     if unknown := set(args.names) - set(OBJECTIVES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; set any of {', '.join(OBJECTIVES)}")
     runs = args.runs.resolve()
-    for name, width, mistakes in (("teacher", 64, 0.0), ("policy", 32, MISTAKES)):
+    for name, width, mistakes in (("teacher", 128, 0.0), ("policy", 64, MISTAKES)):
         if not (runs / name / "hf" / "config.json").is_file():
             write_data(runs, name, mistakes)
             write_tiny_vlm(runs / "models" / name, width, n_layers=2)
