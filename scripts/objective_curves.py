@@ -86,6 +86,7 @@ OBJECTIVES = {  # name -> keys
     "Self-distillation": DISTILL
     | {
         "self_distillation.context": "demonstration",
+        "self_distillation.max_prompt_len": "128",
         "self_distillation.template": HINT,
         "self_distillation.demonstration_template": "{demonstration}",
     },
