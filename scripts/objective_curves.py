@@ -3,18 +3,18 @@
     python -m scripts.objective_curves --runs runs/objectives [NAME ...]
 
 Task: how many times has a text of eight letters an "a"? One to six, and the answer is one token.
-The policy is a transformer of width 32 that learned the task from labels with mistakes: of texts
+The policy is a transformer of width 64 that learned the task from labels with mistakes: of texts
 with more than four, 70 % are labelled 4. So it is wrong about a third of the texts if it answers
 greedily, and right about some of them if it samples. Rewards and the teacher make no mistakes. The
-teacher is a transformer of width 64 that learned from right labels. For self-distillation, the
+teacher is a transformer of width 128 that learned from right labels. For self-distillation, the
 policy also learned to repeat an answer that it reads in its prompt.
 
-Every run has 30 steps of 256 responses, with four updates each. Supervised training takes about two
+Every run has 8 steps of 256 responses, with four updates each. Supervised training takes about two
 minutes for each model, a run less than one. Interrupted runs resume and finished runs are kept, so
 the picture can be drawn again. Prints the mean accuracy over the seeds of each objective after so
 many sampled responses:
 
-    GRPO         0: 0.68  2560: 0.80  5120: 0.92  7680: 0.97
+    GRPO         0: 0.68  256: 0.70  512: 0.84  768: 0.95  1024: 0.99
 """
 
 import argparse
@@ -38,15 +38,15 @@ RESPONSES = 256  # of a step of RL
 MISTAKES = 0.7  # share of wrong labels above COUNTED
 HINT = "{prompt} It is {context}."
 SFT = {
-    "total_steps": "200",
+    "total_steps": "400",
     "data.prompts_per_step": "128",
     "learner.lr": "4e-3",
     "learner.lr_schedule": "cosine",
     "learner.warmup_steps": "20",
-    "eval.every": "100",
+    "eval.every": "200",
 }
 RL = {
-    "total_steps": "30",
+    "total_steps": "8",
     "data.prompts_per_step": "32",
     "learner.mini_batch_prompts": "8",  # four updates of a step
     "rollout.n": "8",
@@ -54,9 +54,9 @@ RL = {
     "rollout.max_num_batched_tokens": "4096",
     "rollout.steps_per_dispatch": "4",
     "reward.functions": "last_number",
-    "learner.lr": "3e-4",
+    "learner.lr": "1e-4",
     "learner.warmup_steps": "5",
-    "eval.every": "10",
+    "eval.every": "1",
 }
 SAME = {  # keys of all runs
     "data.max_prompt_len": 96,
@@ -74,7 +74,8 @@ DISTILL = {
     "algorithm.kl": "jsd",
     "algorithm.kl_in": "loss",
     "algorithm.kl_coef": "1.0",
-    "algorithm.kl_beta": "1.0",
+    "algorithm.kl_beta": "0.0",  # KL(teacher | policy): it learns what it never samples
+    "algorithm.kl_top_k": "16",
 }
 OBJECTIVES = {  # name -> keys
     "GRPO": {},
@@ -85,6 +86,7 @@ OBJECTIVES = {  # name -> keys
     "Self-distillation": DISTILL
     | {
         "self_distillation.context": "demonstration",
+        "self_distillation.max_prompt_len": "128",
         "self_distillation.template": HINT,
         "self_distillation.demonstration_template": "{demonstration}",
     },
@@ -108,7 +110,7 @@ def main() -> None:
     if unknown := set(args.names) - set(OBJECTIVES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; set any of {', '.join(OBJECTIVES)}")
     runs = args.runs.resolve()
-    for name, width, mistakes in (("teacher", 64, 0.0), ("policy", 32, MISTAKES)):
+    for name, width, mistakes in (("teacher", 128, 0.0), ("policy", 64, MISTAKES)):
         if not (runs / name / "hf" / "config.json").is_file():
             write_data(runs, name, mistakes)
             write_tiny_vlm(runs / "models" / name, width, n_layers=2)
