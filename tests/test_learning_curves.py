@@ -56,7 +56,10 @@ def test_pictures_of_logged_curves_are_up_to_date(picture, tmp_path):
     assert drawn == (tmp_path / "curves.svg").read_text()
 
 
-@pytest.mark.parametrize("name", ["quickstart", "curves_algorithms", "curves_schedules"])
+@pytest.mark.parametrize(
+    "name",
+    ["quickstart", *(f"curves_{n}" for n in ("algorithms", "images", "objectives", "schedules"))],
+)
 def test_the_words_of_pictures_are_inside_them(name):
     root = ElementTree.parse(DOCS / f"{name}.svg").getroot()
     left, top, width, height = (float(n) for n in root.attrib["viewBox"].split())
