@@ -13,10 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl.config.keys import TeacherEndpointConfig
 from jaxrl.config.teachers import Teacher
+from jaxrl.http.client import RequestFailed
+from jaxrl.http.reply_cache import content_key
 from jaxrl.json_text import parse_json
-from jaxrl.teachers.cache import ScoreCache, content_key
+from jaxrl.teachers.cache import ScoreCache
 from jaxrl.teachers.replies import FORMS, GivenScores, read_scores, request_body
-from jaxrl.teachers.server import Server, TeacherRequestFailed
+from jaxrl.teachers.server import Server
 from jaxrl.types import TrainingSample
 
 TEXTS = (
@@ -58,7 +60,7 @@ class TeacherEndpoint:
             probe += [max(tokenizer.get_vocab().values())]
             found = self._find_form(probe)
             self._check_tokenizer(tokenizer, probe, found)
-        except TeacherRequestFailed as error:
+        except RequestFailed as error:
             raise ValueError(
                 f"{self._key}: {error}; start the server before the run, and set its base URL, "
                 "such as 'http://host:8000/v1'"
@@ -102,11 +104,11 @@ class TeacherEndpoint:
         """The scores of the last tokens of a sequence, or why there are none."""
         try:
             return self._request(self._form, *wanted)
-        except (TeacherRequestFailed, ValueError) as error:
+        except (RequestFailed, ValueError) as error:
             return str(error)
 
     def _request(self, form: str, tokens: list[int], n: int) -> GivenScores:
-        """Raises TeacherRequestFailed, and ValueError for a reply without the scores."""
+        """Raises RequestFailed, and ValueError for a reply without the scores."""
         at_root = form == "sglang"
         url = f"{self._server.root}/generate" if at_root else f"{self._server.url}/completions"
         reply = self._server.send(url, self._body(form, tokens, n))
@@ -153,7 +155,7 @@ class TeacherEndpoint:
             except ValueError as error:
                 reasons.append(f"{form}: {error}")
                 continue
-            except TeacherRequestFailed as error:
+            except RequestFailed as error:
                 if not error.final:
                     raise
                 reasons.append(f"{form}: {error}")
@@ -183,8 +185,8 @@ class TeacherEndpoint:
                         f"policy's {ours[:8]}...; {advice}"
                     )
             return
-        except (TeacherRequestFailed, LookupError, TypeError) as error:
-            if isinstance(error, TeacherRequestFailed) and not error.final:
+        except (RequestFailed, LookupError, TypeError) as error:
+            if isinstance(error, RequestFailed) and not error.final:
                 raise
         texts = [str(tokenizer.decode([token])) for token in probe[1:]]
         pairs = [(a, b) for a, b in zip(texts, found.texts, strict=True) if a.isascii() and b]

@@ -1,15 +1,11 @@
 """JSON over HTTP, with the cookies of a session, for agents that are a part of jaxrl."""
 
-import json
-import urllib.error
 import urllib.parse
-import urllib.request
 from typing import Any
 
 from jaxrl.environments.api import CONTEXT_CODE, TURNS_CODE
+from jaxrl.http.client import JsonSender, RequestFailed
 from jaxrl.json_text import parse_json
-
-_MAX_BYTES = 1 << 24  # of an answer
 
 
 class JsonClient:
@@ -17,10 +13,7 @@ class JsonClient:
 
     def __init__(self, url: str, *, api_key: str = ""):
         self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        self._sender = JsonSender(api_key=api_key, cookies=True)
 
     def post(self, name: str, body: Any) -> tuple[int, str]:
         """(status, text) of the answer to a POST of `body` to /`name`, whose "/" are quoted.
@@ -28,15 +21,12 @@ class JsonClient:
         Raises ConnectionError if there is none.
         """
         address = f"{self._url}/{urllib.parse.quote(name, safe='')}"
-        request = urllib.request.Request(address, json.dumps(body).encode(), self._headers)
         try:
-            with self._opener.open(request) as reply:
-                return reply.status, reply.read(_MAX_BYTES).decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read(_MAX_BYTES).decode(errors="replace")
-        except OSError as error:
-            raise ConnectionError(f"{address} does not answer ({error})") from error
+            return 200, self._sender.send(address, body, timeout_s=None).decode(errors="replace")
+        except RequestFailed as error:
+            if not error.status:
+                raise ConnectionError(f"{address} does not answer ({error})") from error
+            return error.status, error.body.decode(errors="replace")
 
     def ask(self, name: str, body: Any) -> dict[str, Any]:
         """The object that answers. Raises RuntimeError for an error, or another answer."""

@@ -6,11 +6,11 @@ is answered with {"type": "observation", "data": {"observation", "reward", "done
 
 import importlib
 import json
-import urllib.request
 from typing import Any
 
 from jaxrl.config.packages import install_advice
 from jaxrl.environments.api import StepResult
+from jaxrl.http.client import JsonSender, RequestFailed
 from jaxrl.json_text import Message, parse_json
 
 _TIMEOUT_S = 30.0  # of the request for the schema; env.timeout_s limits resets and steps
@@ -87,9 +87,8 @@ class InvalidAction(ValueError):
 def read_schema(url: str) -> dict[str, Any]:
     """The JSON schema of the server's actions. Raises ValueError if it has none."""
     try:
-        with urllib.request.urlopen(f"{url}/schema", timeout=_TIMEOUT_S) as reply:
-            found = parse_json(reply.read(_MAX_BYTES))
-    except (OSError, ValueError) as error:
+        found = parse_json(JsonSender().send(f"{url}/schema", timeout_s=_TIMEOUT_S))
+    except (RequestFailed, ValueError) as error:
         raise ValueError(
             f"{url}/schema does not answer as a server of OpenEnv does ({error}); start the "
             "server, and set url=http://HOST:PORT"

@@ -1,29 +1,15 @@
-"""A client for chat completions that tells the ways apart in which a judge fails."""
+"""A client for chat completions of a judge."""
 
 import asyncio
 import concurrent.futures
 import dataclasses
-import http.client
-import json
-import urllib.error
-import urllib.request
-from typing import Literal
+import functools
 
+from jaxrl.http.client import JsonSender, RequestFailed
 from jaxrl.json_text import Json, parse_json
-from jaxrl.rewards.verifiers.remote import may_pass
-
-Kind = Literal["timeout", "unreachable", "status", "refusal", "invalid"]
 
 _MAX_SHOWN = 200  # characters of a reply in an error message
 _MAX_BYTES = 4 << 20  # of a reply
-
-
-class RequestFailed(Exception):
-    """A request without a verdict: what kind of failure, and whether it may pass."""
-
-    def __init__(self, kind: Kind, reason: str, *, final: bool = False):
-        super().__init__(f"{kind}: {reason}")
-        self.kind, self.final = kind, final
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,38 +42,20 @@ class ChatClient:
 
     def __init__(self, url: str, api_key: str, *, timeout_s: float, concurrency: int):
         self._url = f"{url.rstrip('/')}/chat/completions"
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._sender = JsonSender(api_key=api_key, max_bytes=_MAX_BYTES)
         self._timeout_s = timeout_s
         self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, "judge")
 
     async def send(self, body: Json) -> bytes:
         """The body of the reply. Raises RequestFailed."""
-        loop = asyncio.get_running_loop()
-        try:  # the socket's limit is for each read: a slow server may send byte by byte
+        send = functools.partial(self._sender.send, self._url, body, timeout_s=self._timeout_s)
+        try:  # a slow name server is not in the sender's time limit
             return await asyncio.wait_for(
-                loop.run_in_executor(self._threads, self._post, body), self._timeout_s
+                asyncio.get_running_loop().run_in_executor(self._threads, send), self._timeout_s
             )
         except TimeoutError as error:
-            raise RequestFailed("timeout", f"no reply within {self._timeout_s:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed("unreachable", f"{self._url}: {error}") from error
-
-    def _post(self, body: Json) -> bytes:
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                return response.read(_MAX_BYTES)
-        except urllib.error.HTTPError as error:
-            reason = f"status {error.code} {error.reason} {_message(error)}".strip()
-            raise RequestFailed(
-                "status", f"{self._url} returned {reason}", final=not may_pass(error.code)
-            ) from error
-        except urllib.error.URLError as error:  # urllib wraps the time-out of a connection
-            if isinstance(error.reason, TimeoutError):
-                raise error.reason from error
-            raise
+            reason = f"{self._url} sent no reply within {self._timeout_s:g} s"
+            raise RequestFailed("timeout", reason) from error
 
 
 def read_reply(body: bytes) -> JudgeReply:
@@ -110,18 +78,6 @@ def read_reply(body: bytes) -> JudgeReply:
         _count(usage, "prompt_tokens"),
         _count(usage, "completion_tokens"),
     )
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """The message of an error in OpenAI's format, or the start of its body."""
-    try:
-        body = error.read(_MAX_BYTES)
-        message = parse_json(body)["error"]["message"]
-    except (OSError, http.client.HTTPException):
-        return ""
-    except (ValueError, LookupError, TypeError):
-        message = body.decode(errors="replace")
-    return f"({str(message)[:_MAX_SHOWN]})" if message else ""
 
 
 def _count(usage: object, name: str) -> int:

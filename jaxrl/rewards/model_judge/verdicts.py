@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from jaxrl.http.client import FIRST_WAIT_S, RequestFailed
+from jaxrl.http.reply_cache import content_key
 from jaxrl.json_text import Json
 from jaxrl.rewards.calls import RewardFailed
-from jaxrl.rewards.model_judge.cache import VerdictCache, content_key
-from jaxrl.rewards.model_judge.client import ChatClient, RequestFailed, read_reply
+from jaxrl.rewards.model_judge.cache import VerdictCache
+from jaxrl.rewards.model_judge.client import ChatClient, read_reply
 from jaxrl.rewards.model_judge.rubric import Rubric, read_rubric
 
-FIRST_WAIT_S = 0.5  # before the second attempt; doubled for each further one
 COUNTS: dict[str, float] = {
     "requests": 0.0,
     "cached": 0.0,
@@ -97,7 +98,7 @@ class Verdicts:
                 counts[f"failed_{error.kind}"] += 1
                 if error.final or attempt == self._server.attempts - 1:
                     counts["failures"] += 1
-                    reason = f"no verdict after {attempt + 1} attempts; {error}"
+                    reason = f"no verdict after {attempt + 1} attempts; {error.kind}: {error}"
                     raise RewardFailed(reason, self._with_cost(counts)) from error
                 continue
             if self._cache is not None:

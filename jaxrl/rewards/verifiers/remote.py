@@ -4,20 +4,17 @@ POST {"query": [...], "prompts": [...], "labels": [...]}, texts with special tok
 {"rewards": [...]}. Optional "scores" and "extra_logs" {name: [...]} in the response are logged.
 """
 
-import http.client
-import json
 import random
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl.http.client import JsonSender, RequestFailed, with_retries
 from jaxrl.json_text import parse_json
 
 _MARGIN_S = 1.0  # reserved within the time limit to return the result
 _MAX_SHOWN = 200  # characters of a response in an error message
-_TRANSIENT = (408, 425, 429)  # HTTP statuses below 500 that are worth a retry
+_MAX_BYTES = 1 << 28  # of a response
 
 
 def remote(
@@ -42,36 +39,21 @@ def remote(
     end = time.monotonic() + timeout_s - _MARGIN_S
     body = {"query": query_strs, "prompts": prompt_strs, "labels": ground_truths}
     urls = url.split(",")
-    first, failure = random.randrange(len(urls)), "no time for an attempt"
-    for attempt in range(attempts):
+    first, sender = random.randrange(len(urls)), JsonSender(max_bytes=_MAX_BYTES)
+
+    def send(attempt: int) -> list[dict[str, Any]]:
         server = urls[(first + attempt) % len(urls)]
-        left_s = end - time.monotonic()
-        if left_s <= 0:
-            break
-        try:
-            return read_scores(post(server, body, timeout_s=left_s), len(query_strs), server)
-        except urllib.error.HTTPError as error:
-            failure = f"{server} returned status {error.code} {error.reason}"
-            if not may_pass(error.code):
-                raise RuntimeError(failure) from error
-        except (OSError, http.client.HTTPException) as error:  # connection, timeout, partial reply
-            failure = f"{server}: {error}"
-        pause_s = wait_s * 2**attempt
-        time.sleep(max(0.0, min(pause_s, end - time.monotonic())))
-    raise RuntimeError(f"no score after {attempts} attempts within {timeout_s:g} s; {failure}")
+        reply = sender.send(server, body, timeout_s=end - time.monotonic())
+        return read_scores(reply, len(query_strs), server)
 
-
-def may_pass(status: int) -> bool:
-    """Whether a request that failed with this HTTP status is worth another attempt."""
-    return status >= 500 or status in _TRANSIENT
-
-
-def post(url: str, body: dict[str, Any], *, timeout_s: float) -> bytes:
-    """The body of the server's response. Raises OSError; HTTPError is a subclass."""
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=timeout_s) as response:
-        return response.read()
+    try:
+        return with_retries(send, attempts=attempts, first_wait_s=wait_s, end=end)
+    except RequestFailed as error:
+        if error.final:
+            raise RuntimeError(str(error)) from error
+        raise RuntimeError(
+            f"no score after {attempts} attempts within {timeout_s:g} s; {error}"
+        ) from error
 
 
 def read_scores(body: bytes, n: int, url: str) -> list[dict[str, Any]]:

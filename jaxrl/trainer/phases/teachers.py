@@ -85,7 +85,10 @@ def read_at_endpoint(
 ) -> tuple[list[dict[str, TeacherTokens | np.ndarray | bool]], dict[str, float]]:
     """(the fields of each sample, counts). The main process sends the requests for all."""
     with core.clock.timed("ref"):
-        given = endpoint.read(samples) if hosts.is_main_process() else None
+        given = None
+        with hosts.raise_together():  # the cache's folder may be full
+            if hosts.is_main_process():
+                given = endpoint.read(samples)
         scores, counts = hosts.broadcast(given)
     settings = core.cfg.teacher_endpoint
     if counts.failed > settings.max_error_fraction * len(samples):
