@@ -11,10 +11,13 @@ bucket for all others; rewards are only logged. The teacher scores the responses
 before the updates, sharded over the 8 GPUs of a node, and is in host memory otherwise
 (learner.offload=reference).
 
-Minutes and result: not measured yet, and not compiled. By formula (docs/LOG.md) the teacher takes
-7.6 GiB per GPU while it scores; an update needs 64.9 of 67.7 GiB, 72.5 with the teacher on the
-GPUs, and a step takes 54 s, 40 s without the teacher. The most likely tokens of a step take up to
-6.4 GB of host memory per process.
+Memory: the compiled plan needs 63.3 of the 67.7 GiB that rollout.memory_utilization allows
+(docs/plans/distill_7b_from_32b_h100.h100-64.txt), 71.0 with the teacher on the GPUs. The teacher
+takes 7.6 GiB per GPU, and 28.0 GiB are live while it scores.
+
+Minutes and result: not measured yet. By the plan a step takes 48 s or more, 84 s calibrated; 18 s
+of the 48 are the teacher. Its most likely tokens of a step take up to 6.4 GB of host memory per
+process.
 """
 
 from pathlib import Path

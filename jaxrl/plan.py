@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import sys
+from collections.abc import Mapping
 
 from jaxrl.planner.options import PlanArguments, Simulation, read
 from jaxrl.runtime.start import begin_program
@@ -98,8 +99,8 @@ def _compiled_plan(
         int(options.get("prompt-len", cfg.data.max_prompt_len)),
         int(options.get("response-len", response_len)),
     )
-    job = _job(cfg, decoder, machine, lengths, options)
-    return _search(job, options) if searches else _plan(job), job
+    job = make_job(cfg, decoder, machine, lengths, options)
+    return _search(job, options) if searches else plan_job(job), job
 
 
 def _check_all_devices(cfg: RunConfig) -> None:
@@ -147,14 +148,17 @@ def _search(job: Job, options: dict[str, str]) -> Plan | None:
     return found[0][1]
 
 
-def _job(
+def make_job(
     cfg: RunConfig,
     decoder: DecoderConfig,
     machine: Topology,
     lengths: Lengths,
-    options: dict[str, str],
+    options: Mapping[str, str],
 ) -> Job:
-    """The run with all its models; --job is "train" or the name of an offline objective."""
+    """The run with all its models; --job is "train" or the name of an offline objective.
+
+    Raises ValueError for a model whose shape is not known, or whose vision tower does not fit.
+    """
     paths = {
         "critic": ("critic.path", cfg.critic.path),
         "reward_model": ("reward_model.path", cfg.reward_model.path),
@@ -185,7 +189,7 @@ def _job(
     return Job(cfg, decoder, machine, lengths, role_decoders, workload, tower)
 
 
-def _plan(job: Job) -> Plan:
+def plan_job(job: Job) -> Plan:
     """The plan of the config as it is. Raises ProgramTooLarge, with what to change."""
     try:
         return make_plan(

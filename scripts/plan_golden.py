@@ -18,7 +18,6 @@ import math
 import os
 import pathlib
 import sys
-import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -28,10 +27,11 @@ from jaxrl.config.command_line import override
 from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
+from jaxrl.plan import make_job, plan_job
 from jaxrl.planner.compilation import compile_programs
 from jaxrl.planner.compiled.timeline import Loop, times
-from jaxrl.planner.model_shape import model_shape, tower_shape
-from jaxrl.planner.plan import Plan, make_plan
+from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import Lengths, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.topology import topology
@@ -96,6 +96,7 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_deepseek_v3_lora_h100.h100-64": ("grpo_deepseek_v3_lora_h100", "h100:64", {}),
     "grpo_glm_4_5_air.h100-8": ("grpo_glm_4_5_air", "h100:8", {}),
     "grpo_glm_4_5_air.v5p-2x2x2": ("grpo_glm_4_5_air", "v5p:2x2x2", {}),
+    "distill_7b_from_32b_h100.h100-64": ("distill_7b_from_32b_h100", "h100:64", STACKED),
     "geo3k_qwen3_vl_8b.v5p-2x2x2": ("geo3k_qwen3_vl_8b", "v5p:2x2x2", {}),
     "geo3k_qwen3_5_9b_lora.h100-8": ("geo3k_qwen3_5_9b_lora", "h100:8", STACKED),
 }
@@ -189,15 +190,9 @@ def config_of(name: str) -> RunConfig:
 def plan_of(name: str) -> Plan:
     """Compiles the plan of one of PLANS."""
     cfg, machine = config_of(name), topology(PLANS[name][1])
-    decoder = model_shape(cfg.model.path)
-    tower = tower_shape(cfg.model.path) if cfg.data.images else None
-    lengths = LENGTHS.get(name)
-    return make_plan(cfg, decoder, machine, tower=tower, lengths=lengths, on_start=log_start)
-
-
-def log_start(line: str) -> None:
-    """Prints which program is compiled, with the time of day."""
-    print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
+    longest = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
+    lengths = LENGTHS.get(name, longest)
+    return plan_job(make_job(cfg, model_shape(cfg.model.path), machine, lengths, {}))
 
 
 def command(name: str) -> str:

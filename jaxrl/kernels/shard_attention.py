@@ -48,7 +48,7 @@ def shard_paged_attention(
     attend: Callable[..., jax.Array],
     q: Float[Array, "B T N H"],
     k_pages: jax.Array | Quantized,
-    v_pages: jax.Array | Quantized,
+    v_pages: jax.Array | Quantized | None,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     ahead: Int[Array, "B T"] | None,

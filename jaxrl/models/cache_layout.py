@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from jaxrl.kernels.paged_attention.limits import LANES
 from jaxrl.models.config import AttentionConfig, DecoderConfig, MLAConfig
 from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 
@@ -50,6 +51,14 @@ def page_shape(
     if isinstance(mixer, MLAConfig):
         return 1, mixer.page_features
     return None if mixer.reads_kv else (mixer.K, mixer.H)
+
+
+def page_width(features: int, platform: str) -> int:
+    """Features of a head in the pages of a platform: on TPU whole tiles, as its memory has anyway.
+
+    The kernels of kernels/paged_attention read whole tiles only.
+    """
+    return -(-features // LANES) * LANES if platform == "tpu" else features
 
 
 def page_owners(cfg: DecoderConfig) -> list[AttentionConfig | MLAConfig]:

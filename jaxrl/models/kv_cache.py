@@ -12,11 +12,11 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxrl.kernels.quantized import MAX_VALUE, Quantized
-from jaxrl.models.cache_layout import page_owners, page_shape, page_shapes
+from jaxrl.models.cache_layout import page_owners, page_shape, page_shapes, page_width
 from jaxrl.models.config import AttentionConfig, DecoderConfig, MLAConfig
 from jaxrl.models.state_mixers import GatedDeltaNetConfig, ShortConvConfig
 from jaxrl.types import Tree
-from sharding import Rules
+from sharding import Rules, target_platform
 
 Pools = list[jax.Array | None]  # of all layers; None for those of another kind
 
@@ -212,14 +212,22 @@ def init_cache(
     """
     sizes = {0: n_pages, **(window_pages or {})}
     n_replicas = rules.n_shards("batch")
+    mixers = [layer.mixer for layer in cfg.layers]
+    shapes = [page_shape(mixer) for mixer in mixers]
+    platform = target_platform()
     pages = [
-        shape and (n_replicas * of_window(sizes, mixer.window), shape[0], page_len, shape[1])
-        for mixer in (layer.mixer for layer in cfg.layers)
-        for shape in [page_shape(mixer)]
+        shape
+        and (
+            n_replicas * of_window(sizes, mixer.window),
+            shape[0],
+            page_len,
+            page_width(shape[1], platform),
+        )
+        for mixer, shape in zip(mixers, shapes, strict=True)
     ]
     values = [
-        page if isinstance(layer.mixer, AttentionConfig) else None
-        for page, layer in zip(pages, cfg.layers, strict=True)
+        page if isinstance(mixer, AttentionConfig) else None
+        for page, mixer in zip(pages, mixers, strict=True)
     ]
     spec = page_rules(cfg, rules).spec("batch", "kv_heads", None, None)
 
@@ -234,11 +242,11 @@ def init_cache(
         if len(joined) < 2:
             return pools(pages)
         return tuple(
-            pools([page for page in pages if page and (page[1], page[3]) == shape])
+            pools([page for page, its in zip(pages, shapes, strict=True) if its == shape])
             for shape in page_shapes(cfg)
         )
 
-    join = cfg.stacked and len({page for page in pages if page}) > 1
+    join = cfg.stacked and len({pair for pair in zip(pages, shapes, strict=True) if pair[0]}) > 1
     joined = _joined_pools(cfg, sizes) if join else ()
     states = _state_pools(cfg, rules, n_slots, tail_dtype) if cfg.state_layers else None
     return KVCache(
@@ -341,9 +349,16 @@ def page_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
 
 
 def page_bytes(
-    cfg: DecoderConfig, page_len: int, dtype: DTypeLike, windows: Collection[int] = ()
+    cfg: DecoderConfig,
+    page_len: int,
+    dtype: DTypeLike,
+    windows: Collection[int] = (),
+    *,
+    platform: str = "",
 ) -> dict[int, int]:
     """Bytes of one page over all devices and layers, keys and values together.
+
+    `platform` is that of the devices (default: that of the current mesh).
 
     Those of the layers with one of `windows` are under that window, those of all others under 0.
     """
@@ -352,10 +367,10 @@ def page_bytes(
     found = dict.fromkeys((0, *windows), 0)
     for mixer in page_owners(cfg):
         window = mixer.window if mixer.window in found else 0
-        if isinstance(mixer, MLAConfig):
-            found[window] += page_len * (mixer.page_features * item + scale)
-        else:
-            found[window] += 2 * mixer.K * page_len * (mixer.H * item + scale)
+        n_heads, features = page_shape(mixer) or (0, 0)
+        width = page_width(features, platform or target_platform())
+        n_pools = 1 if isinstance(mixer, MLAConfig) else 2
+        found[window] += n_pools * n_heads * page_len * (width * item + scale)
     return found
 
 

@@ -201,6 +201,11 @@ class TokenGroup:
         return cls(pages, written, positions, slots, ahead)
 
 
+def pad_features(x: jax.Array | None, missing: int) -> jax.Array | None:
+    """The array with `missing` more features, which are zero."""
+    return x if x is None or not missing else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),))
+
+
 @dataclasses.dataclass(frozen=True)
 class PagedRows:
     """Operations between new tokens and the tokens in the cache.
@@ -219,8 +224,13 @@ class PagedRows:
         return False
 
     def attend(self, q, k, v, spec: AttentionSpec, window, index, state: KVCache, sinks=None):
-        """Without pages of values, the keys are the values."""
+        """Without pages of values, the keys are the values.
+
+        Pages may be wider than heads (cache_layout.py); the other features are zeros.
+        """
         k_pages, v_pages, first = state.layer_pages(index, self.rules)
+        width, missing = q.shape[-1], k_pages.shape[-1] - q.shape[-1]
+        q, k, v = (pad_features(x, missing) for x in (q, k, v))
         for group, keys, values in self._new_tokens(k, v):
             k_pages, v_pages = write_pages(
                 k_pages,
@@ -238,7 +248,7 @@ class PagedRows:
                 out = paged_attention(
                     group_q,
                     k_pages,
-                    k_pages if v_pages is None else v_pages,
+                    v_pages,
                     spec=spec,
                     page_table=of_layer(group.pages, window, index, state) + first,
                     positions=group.positions,
@@ -248,7 +258,8 @@ class PagedRows:
                     implementation=self.implementation,
                 )
             outs.append(out)
-        return self._joined(outs, q.shape), state.with_pages(k_pages, v_pages, self.rules)
+        out = self._joined(outs, q.shape)[..., :width]
+        return out, state.with_pages(k_pages, v_pages, self.rules)
 
     def attend_latent(self, q, latent, heads: LatentHeads, window, index, state: KVCache):
         """Attention to the latents: their mean and that of rotated keys, which is left out."""

@@ -282,7 +282,7 @@ def _model_facts(job: Job, role: str) -> ModelFacts:
         optimizer_bytes=optimizer_bytes_per_param(cfg.learner, adapted, dtype),
         adapters=adapter_params(adapted),
         steps_by_layer=steps_by_layer(cfg.learner, placed),
-        sequence_bytes=_sequence_bytes(cfg, decoder, dtype),
+        sequence_bytes=_sequence_bytes(cfg, decoder, dtype, job.machine.platform),
         slot_bytes=slot_bytes(decoder, dtype),
     )
 
@@ -361,12 +361,12 @@ def _ffw_params(d: DecoderConfig) -> tuple[int, int, int]:
     return experts, active, mlps
 
 
-def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype) -> int:
+def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype, platform: str) -> int:
     """Bytes of the KV pages of a sequence of maximum length, over all devices."""
     page_len = cfg.rollout.page_len
     counts = {0: math.ceil(cfg.engine_len / page_len)}
     counts |= window_page_counts(d, cfg.rollout, cfg.engine_len)
-    pages = page_bytes(d, page_len, dtype, counts)
+    pages = page_bytes(d, page_len, dtype, counts, platform=platform)
     return sum(counts[window] * n for window, n in pages.items())
 
 

@@ -33,6 +33,9 @@ pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not instal
         ((8, 4, 256), 64, 64, jnp.bfloat16, dict(softcap=50.0)),  # Gemma 2, prefill
         ((12, 2, 128), 64, 1, jnp.int8, dict()),
         ((8, 2, 128), 64, 64, jnp.float8_e4m3fn, dict()),
+        ((16, 1, 576), 128, 1, jnp.bfloat16, dict(latent=True)),  # DeepSeek-V3, tensor 8
+        ((128, 1, 576), 128, 16, jnp.bfloat16, dict(latent=True)),
+        ((8, 4, 512), 64, 16, jnp.bfloat16, dict()),  # Gemma 4, layers without a window
         pytest.param(  # gpt-oss
             (64, 8, 64), 64, 1, jnp.bfloat16, dict(sinks=True), marks=pytest.mark.thorough
         ),
@@ -55,21 +58,26 @@ def test_paged_attention_compiles(heads, page_len, T, dtype, options):
         if options.get("sinks"):
             sinks = abstract(mesh, (N,), jnp.bfloat16, DECODE.spec("heads"))
 
+        values = None if options.get("latent") else pool
+
         def attend(q, k_pages, v_pages, table, places, window, sinks):
             where = dict(page_table=table, positions=places, window=window, sinks=sinks)
             return paged_attention(q, k_pages, v_pages, spec=spec, **where)
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
-        compiled = jax.jit(attend).lower(q, pool, pool, table, places, window, sinks).compile()
+        compiled = jax.jit(attend).lower(q, pool, values, table, places, window, sinks).compile()
     text, keys = compiled.as_text(), 700.0
     blind = program_cost(text)
     cost = program_cost(text, kernels=functools.partial(paged_work, keys=keys))
-    queries = max(T * N // K, 16)  # per kv head, at least one tensor-core tile
-    rows = B * -(-queries // 64)  # of up to 64 queries
+    queries = T * N // K  # per kv head
+    # Rows of up to 64 queries, 32 of wide heads; all heads of a token are in one.
+    most = max(64 if H <= 256 else 32, N // K)
+    rows = B * -(-queries // most)
     keys += page_len / 2  # the last page is read whole
-    assert cost.total_flops == 2 * 2 * rows * min(queries, 64) * K * keys * H
+    assert cost.total_flops == 2 * 2 * rows * min(queries, most) * K * keys * H
     token = H + 4 if isinstance(pool, Quantized) else 2 * H  # bytes of a head
-    pool, pages = (2 * K * n * token for n in (2048 * page_len, rows * keys))  # k and v
+    n_pools = 1 if options.get("latent") else 2  # of keys and values
+    pool, pages = (n_pools * K * n * token for n in (2048 * page_len, rows * keys))
     assert blind.bytes_accessed - pool == cost.bytes_accessed - pages > 0
 
 

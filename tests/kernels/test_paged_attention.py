@@ -143,6 +143,31 @@ def test_kernels_equal_the_reference(one_device, monkeypatch, kernel, heads, pag
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
 
 
+@pytest.mark.parametrize(
+    ("kernel", "width"), [(paged_attention_ragged, 128), (paged_attention_triton, 48)]
+)
+def test_keys_are_the_values_where_pages_have_no_others(one_device, kernel, width):
+    """As latents are (models/layers/mla.py). Triton's products have 32 and 16 of 48 features."""
+    (q, _, _), (pool, _), table = paged_problem(6, 1, width, S=128)
+    for queries, positions in [
+        (q[:, :48], np.arange(3 * 48).reshape(3, 48) % 128),
+        (q[:, :1], [[127], [64], [-1]]),
+    ]:
+        how = dict(page_table=table, positions=jnp.asarray(positions, jnp.int32), window=0)
+        want, got, by_columns = (
+            jax.jit(functools.partial(attend, spec=AttentionSpec(0.15, rules=DECODE), **how))(
+                queries, pool, *values
+            )
+            for attend, values in (
+                (functools.partial(paged_attention, implementation="reference"), [pool]),
+                (functools.partial(kernel, interpret=True), [None]),
+                (functools.partial(paged_attention, implementation="columns"), [None]),
+            )
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(by_columns, want, rtol=1e-5, atol=1e-5)
+
+
 def test_enough_rows_read_their_pages_in_one_part(one_device, monkeypatch):
     monkeypatch.setattr(triton, "ENOUGH_PROGRAMS", 3)  # of three rows and one kv head
     (q, _, _), pools, table = paged_problem(2, 1, 32)
@@ -377,7 +402,7 @@ def test_the_error_for_unsupported_pages_names_the_remedy(one_device, kernel):
     ):
         kernel(q[:, :1], *odd, **how)
     narrow = [pool[..., :24] for pool in pools]
-    with pytest.raises(NotImplementedError, match="heads of width 24, no"):
+    with pytest.raises(NotImplementedError, match="heads of width 24, no multiple of"):
         kernel(q[:, :1, :, :24], *narrow, **how)
 
 

@@ -84,6 +84,10 @@ def test_ring_attention_compiles(ulysses, heads, options):
     [
         ("v5p:2x2x2", 4, (28, 4, 128), 128, 1, dict()),
         ("v6e:2x4", 1, (8, 4, 256), 64, 128, dict(softcap=50.0)),  # Gemma 2, prefill
+        ("v5p:2x2x2", 1, (16, 1, 640), 128, 1, dict(latent=True)),  # DeepSeek-V3, tensor 8
+        pytest.param(
+            "v5e:2x4", 1, (128, 1, 640), 128, 128, dict(latent=True), marks=pytest.mark.thorough
+        ),
         pytest.param("v6e:2x4", 1, (12, 2, 128), 64, 64, dict(), marks=pytest.mark.slow),
         pytest.param(
             "v5e:2x4", 1, (28, 4, 128), 128, 512, dict(sinks=True), marks=pytest.mark.thorough
@@ -113,18 +117,19 @@ def test_ragged_paged_attention_compiles(chips, tensor, heads, page_len, T, opti
 
         def step(k_pages, v_pages, q, table, places, window, sinks):
             new = q[:, :, :: (N // K)]
-            pools = write_pages(k_pages, v_pages, new, new, table, places, rules=DECODE)
+            values = None if v_pages is None else new
+            pools = write_pages(k_pages, v_pages, new, values, table, places, rules=DECODE)
             where = dict(page_table=table, positions=places, window=window, sinks=sinks)
             return pools, paged_attention(q, *pools, spec=spec, **where)
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
-        args = pool, pool, q, table, places, window, sinks
+        args = pool, None if options.get("latent") else pool, q, table, places, window, sinks
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
         compiled = lowered.compile()
     (call,) = re.findall(r".* custom-call\(.*ragged_paged_attention.*", compiled.as_text())
     n_cores = 2 if chips.startswith("v5p") else 1
     assert f"s32[{n_cores + 1}]{{0}}" in call  # the limits of each core's rows
-    pool_bytes = 2 * math.prod(pool_shape) / tensor
+    pool_bytes = 2 * math.prod(pool_shape) / tensor  # of the keys
     assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes / 2  # no copy of the pool
 
 

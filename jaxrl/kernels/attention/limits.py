@@ -14,11 +14,7 @@ MAX_WIDTH = 256  # of heads: blocks of wider ones exceed the shared memory of a 
 
 def unsupported_by_triton(q: jax.Array) -> str | None:
     """The property of these queries that the kernels do not support; None if they do."""
-    return unsupported_width(q.shape[-1])
-
-
-def unsupported_width(H: int) -> str | None:
-    """As `unsupported_by_triton`, of heads of width H. It holds for the paged kernel too."""
+    H = q.shape[-1]
     if H < MIN_ROWS or H & (H - 1):
         return f"heads of width {H}, no power of two"
     if H > MAX_WIDTH:

@@ -31,7 +31,7 @@ DEFAULTS: Defaults = {
 def paged_attention(
     q: Float[Array, "B T N H"],
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | None,
     *,
     spec: AttentionSpec,
     page_table: Int[Array, "B C"],
@@ -43,6 +43,7 @@ def paged_attention(
 ) -> Float[Array, "B T N H"]:
     """Attention of the query at position p over the row's keys at positions 0..p.
 
+    Without `v_pages` the keys are the values, as in multi-head latent attention.
     `window` > 0 keeps the last `window` keys. Row b's keys are in the pages of `page_table[b]`; the
     query's own key has been written before. A position of -1 is padding and gives zeros. `sinks`
     are one more logit of each head, without a value (kernels/sinks.py). With `ahead`, a query sees

@@ -31,7 +31,7 @@ from sharding import target_platform
 def paged_attention_columns(
     q: Float[Array, "B T N H"],
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | None,
     *,
     spec: AttentionSpec,
     page_table: Int[Array, "B C"],
@@ -70,6 +70,7 @@ def _local_attention(
 ):
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
+    v_pages = k_pages if v_pages is None else v_pages
     G = N // K
     rows = q.astype(jnp.float32).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(B, K, T * G, H)

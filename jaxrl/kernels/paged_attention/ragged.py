@@ -45,7 +45,7 @@ SHARED_BYTES = 9 * 2**20  # of the buffers and the row; the rest is for scores
 def paged_attention_ragged(
     q: Float[Array, "B T N H"],
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | None,
     *,
     spec: AttentionSpec,
     page_table: Int[Array, "B C"],
@@ -101,7 +101,8 @@ def _local_attention(
         max_queries=min(MAX_QUERIES, QUERY_BYTES // _query_bytes(k_pages, sinks)), ahead=ahead,
     )  # fmt: skip
     n_rows, K, M, H = rows.q.shape
-    n_groups, n = _buffer_sizes(k_pages, M, table.shape[1], sinks)
+    pools = [k_pages] if v_pages is None else [k_pages, v_pages]
+    n_groups, n = _buffer_sizes(k_pages, len(pools), M, table.shape[1], sinks)
     n_cores = min(target_cores(), n_rows)
     starts = _divide_rows(rows.high - rows.low + n // 2, n_cores)
 
@@ -131,15 +132,16 @@ def _local_attention(
             n_pieces=n_rows // len(table),
             with_sinks=sinks is not None,
             with_own=ahead is not None,
+            n_pools=len(pools),
             spec=spec,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(n_cores, jnp.max(starts[1:] - starts[:-1]) if n_cores > 1 else n_rows),
-            in_specs=[*specs, block(K, M, H), pool, pool],
+            in_specs=[*specs, block(K, M, H), *(pool for _ in pools)],
             out_specs=block(K, M, H),
             scratch_shapes=[
-                *(pltpu.VMEM((n_groups, n, *k_pages.shape[1:]), k_pages.dtype) for _ in range(2)),
+                *(pltpu.VMEM((n_groups, n, *k_pages.shape[1:]), k_pages.dtype) for _ in pools),
                 pltpu.SemaphoreType.DMA((n_groups,)),
                 pltpu.SMEM((3,), jnp.int32),
                 *(pltpu.VMEM((K, M, width), jnp.float32) for width in (1, 1, H)),
@@ -152,7 +154,7 @@ def _local_attention(
         ),
         name="ragged_paged_attention",
         interpret=interpret,
-    )(*scalars, *arrays, rows.q, k_pages, v_pages)
+    )(*scalars, *arrays, rows.q, *pools)
     return join_rows(out, q.shape)
 
 
@@ -167,7 +169,7 @@ def _query_bytes(k_pages: jax.Array, sinks: jax.Array | None) -> int:
 
 
 def _buffer_sizes(
-    k_pages: jax.Array, M: int, n_columns: int, sinks: jax.Array | None
+    k_pages: jax.Array, n_pools: int, M: int, n_columns: int, sinks: jax.Array | None
 ) -> tuple[int, int]:
     """(groups in VMEM, pages of a group) for rows of M queries."""
     _, K, page_len, H = k_pages.shape
@@ -175,7 +177,7 @@ def _buffer_sizes(
     n_keys = min(MAX_KEYS, MAX_SCORES // M)
     n = max(min(n_keys // page_len, GROUP_BYTES // page_bytes, n_columns), 1)
     free = min(BUFFER_BYTES, SHARED_BYTES - M * _query_bytes(k_pages, sinks))
-    return max(min(free // (2 * n * page_bytes), MAX_GROUPS), 2), n
+    return max(min(free // (n_pools * n * page_bytes), MAX_GROUPS), 2), n
 
 
 def _divide_rows(work: Int[Array, "R"], n: int) -> Int[Array, "n1"]:
@@ -204,8 +206,8 @@ class _Copies:
     table: Any
     low: Any
     high: Any
-    pools: tuple[Any, Any]
-    buffers: tuple[Any, Any]
+    pools: tuple[Any, ...]  # of keys and values; one if the keys are the values
+    buffers: tuple[Any, ...]
     done: Any  # semaphores
     place: Any
     n_columns: int
@@ -254,26 +256,24 @@ class _Copies:
 
 def _kernel(
     starts, table, low, high, window, last_ref, *rest,
-    n_columns, n_pieces, with_sinks, with_own, spec: AttentionSpec,
+    n_columns, n_pieces, with_sinks, with_own, n_pools, spec: AttentionSpec,
 ):  # fmt: skip
     """One row of a core. The buffers and the copies persist from one row to the next."""
     sinks_ref = rest[with_own] if with_sinks else None
-    (
-        q_ref, k_pages, v_pages, out_ref,
-        k_buffer, v_buffer, done, place, max_ref, denominator_ref, numerator_ref,
-    ) = rest[with_own + with_sinks :]  # fmt: skip
+    q_ref, *refs = rest[with_own + with_sinks :]
+    pools, (out_ref, *refs) = refs[:n_pools], refs[n_pools:]
+    buffers, (done, place, max_ref, denominator_ref, numerator_ref) = refs[:n_pools], refs[n_pools:]
     core, step = pl.program_id(0), pl.program_id(1)
     b, end = starts[core] + step, starts[core + 1]
-    n_groups, n, K, page_len, H = k_buffer.shape
+    n_groups, n, K, page_len, H = buffers[0].shape
     copies = _Copies(
-        end, table, low, high, (k_pages, v_pages), (k_buffer, v_buffer), done, place,
-        n_columns, n_pieces,
-    )  # fmt: skip
+        end, table, low, high, tuple(pools), tuple(buffers), done, place, n_columns, n_pieces
+    )
 
     @pl.when(step == 0)
     def _():
         # Entries that were never copied are masked, but still multiplied.
-        v_buffer[...] = jnp.zeros_like(v_buffer)
+        buffers[-1][...] = jnp.zeros_like(buffers[-1])
         place[0], place[1], place[2] = 0, b, low[b]
         lax.fori_loop(0, n_groups - 1, lambda slot, _: copies.start_next(slot), None)
 
@@ -297,7 +297,8 @@ def _kernel(
             key = first * page_len + lax.broadcasted_iota(jnp.int32, shape, 1)
             visible = (key <= last) & (key > own - window[0])
             for h in range(K):
-                k, v = (buffer[slot, :, h].reshape(-1, H) for buffer in (k_buffer, v_buffer))
+                k, *others = (buffer[slot, :, h].reshape(-1, H) for buffer in buffers)
+                v = others[0] if others else k
                 state = max_ref, denominator_ref, numerator_ref
                 _add_keys(h, q_ref[h], k, v, visible, state, spec)
             place[0] = jnp.where(slot == n_groups - 1, 0, slot + 1)

@@ -14,7 +14,7 @@ from jaxrl.kernels.sinks import softmax_with_sinks
 def paged_attention_reference(
     q: Float[Array, "B T N H"],
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | None,
     *,
     spec: AttentionSpec,
     page_table: Int[Array, "B C"],
@@ -49,7 +49,8 @@ def paged_attention_reference(
     key, distance = jnp.arange(S), positions[:, :, None] - jnp.arange(S)
     visible = (key <= last[:, :, None]) & ((distance < window) | (window <= 0))
     probs = softmax_with_sinks(jnp.where(visible[:, None, None], scores, MASKED), sinks)
-    result = jnp.einsum("BKGTS,BKSH->BTKGH", probs, keys(v_pages), out_sharding=grouped)
+    values = keys(k_pages if v_pages is None else v_pages)
+    result = jnp.einsum("BKGTS,BKSH->BTKGH", probs, values, out_sharding=grouped)
     result = jnp.where(positions[:, :, None, None, None] >= 0, result, 0.0)
     heads = rules.spec("batch", None, "heads", None)
     return jnp.reshape(result, (B, T, N, H), out_sharding=heads).astype(q.dtype)

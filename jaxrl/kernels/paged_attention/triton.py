@@ -20,7 +20,7 @@ from jaxrl.kernels.attention.limits import MIN_ROWS
 from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from jaxrl.kernels.paged_attention.limits import unsupported_by_triton
+from jaxrl.kernels.paged_attention.limits import feature_parts, unsupported_by_triton
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.quantized import Quantized
@@ -28,7 +28,8 @@ from jaxrl.kernels.shard_attention import shard_paged_attention
 from jaxrl.kernels.sinks import add_sinks, row_sinks
 
 MAX_QUERIES = 64  # tokens x query heads per kv head in one program
-KEY_BLOCK = 64  # keys of a page processed at a time
+KEY_BLOCK = 64  # keys of a page processed at a time; half as many of heads wider than WIDE
+WIDE = 256
 # Programs that fill a GPU of 132 multiprocessors. Rows x heads that are fewer than two per
 # multiprocessor split their pages; more leave out the kernels that combine the parts.
 TARGET_PROGRAMS, ENOUGH_PROGRAMS = 528, 264
@@ -37,7 +38,7 @@ TARGET_PROGRAMS, ENOUGH_PROGRAMS = 528, 264
 def paged_attention_triton(
     q: Float[Array, "B T N H"],
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | None,
     *,
     spec: AttentionSpec,
     page_table: Int[Array, "B C"],
@@ -74,6 +75,11 @@ def paged_attention_triton(
     )
 
 
+def _max_queries(H: int) -> int:
+    """Queries of a program, whose sums are in registers."""
+    return MAX_QUERIES if H <= WIDE else MAX_QUERIES // 2
+
+
 def _local_attention(
     spec: AttentionSpec,
     interpret: bool,
@@ -87,12 +93,13 @@ def _local_attention(
     sinks,
 ):
     K, page_len, H = k_pages.shape[1:]
-    pools, dtype = [k_pages, v_pages], k_pages.dtype
+    pages, dtype = [k_pages] if v_pages is None else [k_pages, v_pages], k_pages.dtype
+    pools, n_pools = pages, len(pages)
     if isinstance(k_pages, Quantized):
-        pools, dtype = [k_pages.values, v_pages.values, k_pages.scale, v_pages.scale], q.dtype
+        pools, dtype = [p.values for p in pages] + [p.scale for p in pages], q.dtype
     rows = split_rows(
         q.astype(dtype), positions, window,
-        n_kv_heads=K, page_len=page_len, max_queries=MAX_QUERIES, size=lambda M: M,
+        n_kv_heads=K, page_len=page_len, max_queries=_max_queries(H), size=lambda M: M,
         ahead=ahead,
     )  # fmt: skip
     n_rows, _, M, _ = rows.q.shape
@@ -109,6 +116,7 @@ def _local_attention(
             n_pieces=n_rows // len(table),
             n_parts=n_parts,
             with_own=ahead is not None,
+            n_pools=n_pools,
             spec=spec,
         ),
         grid=(n_rows, K, n_parts),
@@ -118,7 +126,7 @@ def _local_attention(
             jax.ShapeDtypeStruct((n_parts, n_rows, K, M, H), q.dtype if whole else jnp.float32),
             jax.ShapeDtypeStruct((n_parts, n_rows, K, M), jnp.float32),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if H <= WIDE else 8, num_stages=2),
         name="paged_attention_triton",
         interpret=interpret,
     )(*scalars, rows.q, *places, *pools)
@@ -136,55 +144,71 @@ def _local_attention(
 
 def _kernel(
     table, low, high, window, q_ref, last_ref, *rest,
-    n_columns, n_pieces, n_parts, with_own, spec: AttentionSpec,
+    n_columns, n_pieces, n_parts, with_own, n_pools, spec: AttentionSpec,
 ):  # fmt: skip
     """Mean over the visible keys and its log-sum, for one part of a row's pages and one kv head.
 
     A product needs a power of two of queries: those past the row's are masked here, because padded
-    arrays would be written and read in every layer.
+    arrays would be written and read in every layer. It needs one of features too: heads of other
+    widths are processed in parts.
     """
-    own_refs = rest[:with_own]
-    k_pages, v_pages, *scales, mean_ref, norm_ref = rest[with_own:]  # scales of quantized pages
-    row, head, part = (pl.program_id(axis) for axis in range(3))
-    page_len = k_pages.shape[2]
-    keys = min(KEY_BLOCK, page_len)
+    own_refs, pools = rest[:with_own], rest[with_own : with_own + n_pools]
+    *scales, mean_ref, norm_ref = rest[with_own + n_pools :]  # scales of quantized pages
+    row, head, piece = (pl.program_id(axis) for axis in range(3))
+    page_len = pools[0].shape[2]
     M, H = q_ref.shape[2:]
+    keys = min(KEY_BLOCK if H <= WIDE else KEY_BLOCK // 2, page_len)
+    features = feature_parts(H)
     query = jnp.arange(max(pl.next_power_of_2(M), MIN_ROWS))
     exists = query < M
-    place = row, head, query[:, None], jnp.arange(H)[None]
-    q = plgpu.load(q_ref.at[place], mask=exists[:, None], other=0)
+
+    def places(start, size):
+        return row, head, query[:, None], start + jnp.arange(size)[None]
+
+    q = [
+        plgpu.load(q_ref.at[places(*part)], mask=exists[:, None], other=0) for part in features
+    ]
     last, *others = (
         plgpu.load(ref.at[row, query], mask=exists, other=-1) for ref in (last_ref, *own_refs)
     )
     own = others[0] if others else last
     size = lax.div(high[row] - low[row] + n_parts - 1, n_parts)
-    start = low[row] + part * size
+    start = low[row] + piece * size
     end = jnp.minimum(start + size, high[row])
 
     def block(i, state):
-        max_score, denominator, numerator = state
+        max_score, denominator, numerators = state
         column, offset = start + lax.div(i * keys, page_len), lax.rem(i * keys, page_len)
         page = table[lax.div(row, n_pieces) * n_columns + column]
         location = page, head, pl.ds(offset, keys)
-        k, v = (pages[*location, :].astype(q.dtype) for pages in (k_pages, v_pages))
-        k_scale, v_scale = (scale[location][None] for scale in scales) if scales else (1.0, 1.0)
+        k, *others = (
+            [pages[*location, pl.ds(*part)].astype(q[0].dtype) for part in features]
+            for pages in pools
+        )
+        v = others[0] if others else k
+        k_scale, v_scale = (scales[i][location][None] if scales else 1.0 for i in (0, -1))
         key = column * page_len + offset + jnp.arange(keys)
         visible = (key[None] <= last[:, None]) & (key[None] > own[:, None] - window[0])
-        products = plgpu.dot(q, k, trans_b=True) * k_scale
-        scores = jnp.where(visible, spec.scores(products), MASKED)
+        products = sum(plgpu.dot(*pair, trans_b=True) for pair in zip(q, k, strict=True))
+        scores = jnp.where(visible, spec.scores(products * k_scale), MASKED)
         new = jnp.maximum(max_score, jnp.max(scores, axis=1))
         weights, correction = jnp.exp(scores - new[:, None]), jnp.exp(max_score - new)
-        numerator = numerator * correction[:, None] + plgpu.dot(
-            (weights * v_scale).astype(v.dtype), v
-        )
-        return new, denominator * correction + jnp.sum(weights, axis=1), numerator
+        weights_of_values = (weights * v_scale).astype(v[0].dtype)
+        numerators = [
+            numerator * correction[:, None] + plgpu.dot(weights_of_values, values)
+            for numerator, values in zip(numerators, v, strict=True)
+        ]
+        return new, denominator * correction + jnp.sum(weights, axis=1), numerators
 
-    empty = jnp.full(query.shape, MASKED), jnp.zeros(query.shape), jnp.zeros(q.shape)
+    zeros = [jnp.zeros(part.shape) for part in q]
+    empty = jnp.full(query.shape, MASKED), jnp.zeros(query.shape), zeros
     n_blocks = jnp.maximum(end - start, 0) * (page_len // keys)
-    max_score, denominator, numerator = lax.fori_loop(0, n_blocks, block, empty)
+    max_score, denominator, numerators = lax.fori_loop(0, n_blocks, block, empty)
     any_visible = max_score > MASKED
     denominator = jnp.where(any_visible, denominator, 1.0)
-    mean = jnp.where(any_visible[:, None], numerator, 0.0) / denominator[:, None]
     norm = jnp.where(any_visible, max_score + jnp.log(denominator), MASKED)
-    plgpu.store(mean_ref.at[part, *place], mean.astype(mean_ref.dtype), mask=exists[:, None])
-    plgpu.store(norm_ref.at[part, row, head, query], norm, mask=exists)
+    for part, numerator in zip(features, numerators, strict=True):
+        mean = jnp.where(any_visible[:, None], numerator, 0.0) / denominator[:, None]
+        place = piece, *places(*part)
+        plgpu.store(mean_ref.at[place], mean.astype(mean_ref.dtype), mask=exists[:, None])
+    plgpu.store(norm_ref.at[piece, row, head, query], norm, mask=exists)
