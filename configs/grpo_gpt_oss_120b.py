@@ -31,7 +31,9 @@ def get_config() -> ConfigDict:
     config.mesh.replica = 2
     config.mesh.fsdp = 32
     config.mesh.tensor = 1
-    config.rollout.tensor = 4
+    config.rollout.tensor = 1
+    config.rollout.expert = 4
+    config.rollout.max_num_seqs = 64
 
     config.learner.xla = ("overlap",)  # on TPU: collectives on the SparseCores
     config.learner.zero = 2
