@@ -240,8 +240,8 @@ class TrainingSample:
     advantages: np.ndarray | None = None  # float32 [response_len]
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss
     selected: np.ndarray | None = None  # bool [response_len], tokens that clip_cov, kl_cov select
-    # int32 [response_len], the part of the objective that trains a token outside the loss mask:
-    # 1 + its index in algorithm.parts; 0 = none
+    # int32 [response_len], the parts of the objective that a token is in: bit k is set for
+    # algorithm.parts[k]
     parts: np.ndarray | None = None
     teacher_prompt: np.ndarray | None = None  # int32, what a self-distillation teacher reads first
     teacher: TeacherTokens | None = None  # None: no teacher has read the response
@@ -317,7 +317,7 @@ class Batch:
     # models.image_features.ImageFeatures on the device; None: no images
     images: Any = None
     axis_positions: Any = None  # int32 [B, T, 3], positions of M-RoPE; None: those of `positions`
-    parts: Any = None  # int32 [B, T], as TrainingSample.parts; None: no further parts
+    parts: Any = None  # int32 [B, T], as TrainingSample.parts; None: no parts are named
     teacher: Any = None  # TeacherBatch; None: no teacher is compared by its most likely ids
 
 

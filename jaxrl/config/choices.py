@@ -89,7 +89,12 @@ AGGREGATIONS = (
     "seq_mean_token_sum",
     "seq_mean_token_sum_norm",
 )
-PART_TOKENS = ("observations", "demonstrations")  # of algorithm.parts
+# Of algorithm.parts: terms of the tokens that the policy sampled, cross-entropy on given ones
+KL_PARTS = ("kl", "distillation")
+RESPONSE_PARTS = ("policy", *KL_PARTS, "entropy")
+GIVEN_PARTS = ("observations", "demonstrations")
+PART_KINDS = (*RESPONSE_PARTS, *GIVEN_PARTS, "router")
+MAX_PARTS = 31  # bits of an int32
 PART_AGGREGATIONS = tuple(
     name for name in AGGREGATIONS if name != "token_sum"
 )  # with a denominator
@@ -99,6 +104,7 @@ KLS = (
     *("k1", "abs", "k2", "k3", "k3_unbiased", "full", "jsd"),
     *("k1+", "abs+", "k2+", "k3+", "full+"),
 )
+TOP_K_FROM = ("teacher", "student", "union")
 FULL_KLS = ("full", "jsd", "full+")  # over the whole vocabulary
 KL_PLACES = ("loss", "reward")
 KL_RATIO_LEVELS = ("token", "response")

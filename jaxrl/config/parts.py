@@ -1,20 +1,28 @@
-"""Further parts of the objective: algorithm.parts, as in "observations?weight=0.1"."""
+"""Parts of the objective: algorithm.parts, as in "observations?weight=0.1", by data source too."""
 
 import dataclasses
 import functools
 
-from jaxrl.config.choices import PART_AGGREGATIONS, PART_TOKENS
+from jaxrl.config.choices import (
+    GIVEN_PARTS,
+    KL_PARTS,
+    PART_AGGREGATIONS,
+    PART_KINDS,
+    RESPONSE_PARTS,
+)
+from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.plugins import read_options
 from jaxrl.config.schema import did_you_mean, key
 
 
 @dataclasses.dataclass(frozen=True)
 class PartSettings:
-    weight: float = key(1.0, "Weight of the part in the loss; the policy's terms have 1", ge=0)
+    weight: float = key(1.0, "Weight of the part in the loss", ge=0)
     aggregation: str = key(
-        "token_mean",
-        "Reduction of its token losses to one number, with its own denominator",
-        choices=PART_AGGREGATIONS,
+        "",
+        "Reduction of its token losses to one number, with its own denominator; '' = token_mean, "
+        "for parts of the responses algorithm.aggregation",
+        choices=("", *PART_AGGREGATIONS),
     )
     source: str = key(
         "", "Only the tokens of rows with this data_source; '' = of all that no other entry names"
@@ -25,16 +33,26 @@ class PartSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Cross-entropy on tokens that the policy did not sample."""
+    """One term of the loss, over its tokens."""
 
-    tokens: str  # one of PART_TOKENS
+    kind: str  # one of PART_KINDS
     options: PartSettings = PartSettings()
 
     @property
     def name(self) -> str:
         """The name in metrics, without the package."""
         source = self.options.source
-        return f"{self.tokens}/{source}" if source else self.tokens
+        return f"{self.kind}/{source}" if source else self.kind
+
+    @property
+    def of_responses(self) -> bool:
+        """Whether its tokens are those that the policy sampled."""
+        return self.kind in RESPONSE_PARTS
+
+    def aggregation(self, cfg: AlgorithmConfig) -> str:
+        """The reduction of its token losses."""
+        default = cfg.aggregation if self.of_responses else "token_mean"
+        return self.options.aggregation or default
 
     def weight(self, step: int) -> float:
         """The weight in a step, counted from 0."""
@@ -42,9 +60,14 @@ class Part:
         return first + (last - first) * min(step / ramp, 1.0) if ramp else first
 
 
+@dataclasses.dataclass(frozen=True)
+class SourceSettings:
+    parts: str = key("", "Names of entries of algorithm.parts, joined by commas")
+
+
 @functools.cache
 def parse_parts(specs: tuple[str, ...]) -> tuple[Part, ...]:
-    """The parts of "TOKENS?weight=W&...". Raises ValueError for unknown names or options."""
+    """The parts of "KIND?weight=W&...". Raises ValueError for unknown names or options."""
     found = [read_part(spec) for spec in specs]
     if errors := [line for _, lines in found for line in lines]:
         raise ValueError("; ".join(errors))
@@ -55,19 +78,56 @@ def read_part(spec: str) -> tuple[Part, list[str]]:
     """(Part, one line per unknown or invalid name or option)."""
     name = spec.partition("?")[0]
     options, errors = read_options(PartSettings, spec)
-    if name not in PART_TOKENS:
-        hint = did_you_mean(name, PART_TOKENS)
-        errors = [f"{spec!r} is not known; {hint}set one of {', '.join(PART_TOKENS)}"]
+    if name not in PART_KINDS:
+        hint = did_you_mean(name, PART_KINDS)
+        errors = [f"{spec!r} is not known; {hint}set one of {', '.join(PART_KINDS)}"]
     elif not options.ramp and options.final_weight:
         errors.append(
             f"{spec!r}: final_weight has no effect without ramp, the number of steps; set both"
         )
-    elif not (options.weight or options.final_weight):
+    elif not (options.weight or options.final_weight or name == "policy"):
         errors.append(f"{spec!r} has no weight in any step; set weight above 0, or leave it out")
+    elif name == "router" and (options.source or options.aggregation):
+        errors.append(
+            f"{spec!r}: the load of the experts is that of all tokens of an update, and has its "
+            "own mean; leave out source and aggregation"
+        )
     return Part(name, options), errors
 
 
-def part_of(parts: tuple[Part, ...], tokens: str, source: str) -> int | None:
-    """Index of the part for these tokens of a row of `source`; None if no part has them."""
-    entries = {p.options.source: i for i, p in enumerate(parts) if p.tokens == tokens}
+@functools.cache
+def parse_source_parts(specs: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """data_source -> the kinds of "SOURCE?parts=KIND,KIND". Raises ValueError for wrong options."""
+    found = [read_source_parts(spec) for spec in specs]
+    if errors := [line for *_, lines in found for line in lines]:
+        raise ValueError("; ".join(errors))
+    return {source: kinds for source, kinds, _ in found}
+
+
+def read_source_parts(spec: str) -> tuple[str, tuple[str, ...], list[str]]:
+    """(data_source, kinds of its parts, one line per wrong option)."""
+    options, errors = read_options(SourceSettings, spec)
+    source = spec.partition("?")[0]
+    kinds = tuple(kind.strip() for kind in options.parts.split(",") if kind.strip())
+    if not errors and not (source and kinds):
+        errors.append(f"{spec!r} has no source or no parts; write it as 'SOURCE?parts=policy,kl'")
+    return source, kinds, errors
+
+
+def part_of(cfg: AlgorithmConfig, kind: str, source: str) -> int | None:
+    """Index of the part of this kind for a row of `source`; None if no part has its tokens."""
+    kinds = parse_source_parts(cfg.source_parts).get(source)
+    if kinds is not None and kind not in kinds:
+        return None
+    entries = {p.options.source: i for i, p in enumerate(parse_parts(cfg.parts)) if p.kind == kind}
     return entries.get(source, entries.get(""))
+
+
+def names_kl(cfg: AlgorithmConfig) -> bool:
+    """Whether the KL or divergence to the reference is one of the named parts."""
+    return bool(cfg.part_kinds & {*KL_PARTS})
+
+
+def names_given(cfg: AlgorithmConfig) -> bool:
+    """Whether a part is a cross-entropy on tokens that the policy did not sample."""
+    return bool(cfg.part_kinds & {*GIVEN_PARTS})

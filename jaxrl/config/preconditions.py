@@ -154,7 +154,7 @@ PRECONDITIONS: dict[str, dict[str, tuple[Requires, ...]]] = {
         "sapo": (PER_RESPONSE,),
         "vespo": (ONE_ADVANTAGE, WEIGHT_FROM_ENGINE),
     },
-    # rules of kl_in hold only with algorithm.kl_coef above 0
+    # rules of kl_in hold only with a KL
     # "k1+" has the value of k1 and the gradient of k2
     "kl": {
         "k1": (ONLY_IN_REWARD,),
@@ -171,7 +171,7 @@ def unmet(algorithm: AlgorithmConfig, *, refused: bool) -> list[str]:
         name = algorithm.kl_estimator if key == "kl" else getattr(algorithm, key)
         for rule in table.get(name, ()):
             value = getattr(algorithm, rule.key)
-            if rule.key == "kl_in" and not algorithm.kl_coef:
+            if rule.key == "kl_in" and not algorithm.has_kl:
                 continue
             if is_import_path(value):  # the user's own rows declare what they need
                 continue

@@ -12,17 +12,17 @@ from jaxtyping import Array, Float, Integer
 from jaxrl.config.keys import RunConfig
 from jaxrl.kernels.logprob import TokenScores, collision_logp, token_scores, top_k_logp
 from jaxrl.kernels.logprob.divergence import of_top_k
+from jaxrl.learner.parts import router_coef
 from jaxrl.learner.policy_objective import (
     Coefs,
     LossSums,
     aggregate_tokens,
-    part_sums,
     token_loss_sums,
     value_sums,
     zero_sums,
 )
 from jaxrl.learner.requirements import full_kl_in_loss
-from jaxrl.learner.router import Balance, balance_loss, no_load
+from jaxrl.learner.router import Balance, balance_loss, check_balanced, no_load
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.layers.router import RouterLoad
 from jaxrl.models.lora import combine, split
@@ -66,6 +66,12 @@ def score_top_k(
 ) -> tuple[Integer[Array, "B T k"], Float[Array, "B T k"]]:
     """(ids, logprobs) of the algorithm.kl_top_k most likely tokens in place of each target."""
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")
+    return _most_likely(params, hidden, batch, cfg=cfg, rules=rules)
+
+
+def _most_likely(
+    params: Decoder, hidden: Float[Array, "B T D"], batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> tuple[Integer[Array, "B T k"], Float[Array, "B T k"]]:
     return top_k_logp(
         hidden,
         params.unembed,
@@ -74,6 +80,29 @@ def score_top_k(
         mask=batch.mask,
         **_head(params, cfg, rules),
     )
+
+
+@jax.named_scope("score")
+def score_given_ids(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> tuple[Integer[Array, "B T k"], Float[Array, "B T k"]]:
+    """(ids, logprobs) of the batch's ids and, for a union, first of the most likely ones.
+
+    Ids that are not compared become -1: those among the most likely ones, which would count twice,
+    and those beyond the vocabulary of the model.
+    """
+    hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")
+    known = jnp.minimum(batch.teacher.ids, params.cfg.V - 1)
+    scorer = _scorer(params, hidden, batch, cfg=cfg, rules=rules)
+    logp, ids = scorer(ids=known, with_entropy=False).of_ids, batch.teacher.ids
+    assert logp is not None
+    ids = jnp.where(ids == known, ids, -1)
+    if cfg.algorithm.kl_top_k_from != "union":
+        return ids, logp
+    likely, of_likely = _most_likely(params, hidden, batch, cfg=cfg, rules=rules)
+    repeated = jnp.any(ids[..., None] == likely[..., None, :], axis=-1)
+    ids = jnp.concatenate([likely, jnp.where(repeated, -1, ids)], axis=-1)
+    return ids, jnp.concatenate([of_likely, logp], axis=-1)
 
 
 @jax.named_scope("score")
@@ -110,11 +139,7 @@ def count_tokens(
     Raises ValueError for a model without experts.
     """
     load = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")[1]
-    if load is None:
-        raise ValueError(
-            f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but "
-            f"this {params.cfg.family} model has none; set it to 0"
-        )
+    check_balanced(cfg, params.cfg)
     weight = aggregate_tokens(batch.mask, batch, cfg)[1]
     return jax.tree.map(jnp.add, so_far, Balance(load, weight))
 
@@ -156,8 +181,7 @@ def policy_objective(
 ) -> tuple[Float[Array, ""], LossSums]:
     """`token_loss_sums` of the policy from its final hidden states.
 
-    The parts of algorithm.parts are added. A shared critic adds loss_coef times the value loss.
-    Only a KL over the vocabulary needs `ref`.
+    A shared critic adds loss_coef times the value loss. Only a KL over the vocabulary needs `ref`.
     """
     beta = cfg.algorithm.divergence_beta
     scorer = _scorer(params, hidden, batch, cfg=cfg, rules=rules)
@@ -166,7 +190,8 @@ def policy_objective(
     else:
         scores = scorer(ids=teacher.ids)
         assert scores.of_ids is not None
-        compared = teacher.known * of_top_k(scores.of_ids, teacher.logp, beta)
+        counted = None if cfg.algorithm.kl_top_k_from == "teacher" else teacher.ids >= 0
+        compared = teacher.known * of_top_k(scores.of_ids, teacher.logp, beta, counted)
         scores = scores._replace(kl=compared, of_ids=None)
     values = params.scores(hidden, rules) if cfg.critic.shared else None
     restricted = batch.support is not None
@@ -182,10 +207,6 @@ def policy_objective(
         cfg=cfg,
         log_mass=scores.log_mass if restricted else None,
     )
-    if batch.parts is not None:
-        assert coefs is not None  # `adapts_coefs`
-        part, means = part_sums(scores.logp, batch, coefs, cfg=cfg)
-        loss, sums = loss + part, dataclasses.replace(sums, means=sums.means | means)
     if values is not None:
         value, extra = value_sums(values, batch, cfg=cfg)
         loss = loss + cfg.critic.loss_coef * value
@@ -215,14 +236,14 @@ def loss_sums(
     """The objective of a micro-batch, plus the load-balancing loss if used.
 
     Only a KL over the vocabulary needs `ref_params`, which gets no gradient. `balance`, counted
-    over the whole mini-batch, adds router_aux_coef times the load-balancing loss.
+    over the whole mini-batch, adds the weighted load-balancing loss.
     """
     hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
     batch = dataclasses.replace(batch, experts=None)  # the reference has other ones
     ref = _reference(ref_params, batch, cfg=cfg, rules=rules)
     loss, sums = objective(params, ref, hidden, batch, coefs, cfg=cfg, rules=rules)
     load = _router_load(params, load)
-    aux = _aux_loss(load, balance, cfg)
+    aux = _aux_loss(load, balance, coefs, cfg)
     return loss + aux, _with_router(sums, load, aux)
 
 
@@ -278,7 +299,7 @@ def _gradients_1f1b(
     zero_load = _router_load(params, no_tokens)
     load_gradient = jax.tree.map(jnp.zeros_like, no_tokens)
     if zero_load is not None:
-        load_gradient = jax.grad(lambda load: _aux_loss(load, balance, cfg))(zero_load)
+        load_gradient = jax.grad(lambda load: _aux_loss(load, balance, coefs, cfg))(zero_load)
     grads, sums, load = pipelined_gradients(
         params,
         of_row,
@@ -290,7 +311,7 @@ def _gradients_1f1b(
         remat=cfg.learner.remat,
     )
     load = _router_load(params, load)
-    return grads, _with_router(sums, load, _aux_loss(load, balance, cfg))
+    return grads, _with_router(sums, load, _aux_loss(load, balance, coefs, cfg))
 
 
 def _router_load(params: Decoder, load: RouterLoad | None) -> RouterLoad | None:
@@ -298,11 +319,14 @@ def _router_load(params: Decoder, load: RouterLoad | None) -> RouterLoad | None:
     return load if "vocab" in params.cfg.heads else None
 
 
-def _aux_loss(load: RouterLoad | None, balance: Balance | None, cfg: RunConfig) -> Float[Array, ""]:
+def _aux_loss(
+    load: RouterLoad | None, balance: Balance | None, coefs: Coefs | None, cfg: RunConfig
+) -> Float[Array, ""]:
     """The load-balancing loss of a micro-batch, linear in its load."""
     if load is None or balance is None or balance.load is None:
         return jnp.zeros((), jnp.float32)
-    return cfg.learner.router_aux_coef * balance.weight * balance_loss(load, balance.load)
+    coef = router_coef(cfg, () if coefs is None else coefs.parts)
+    return coef * balance.weight * balance_loss(load, balance.load)
 
 
 def _with_router(sums: LossSums, load: RouterLoad | None, aux: Float[Array, ""]) -> LossSums:
@@ -352,7 +376,7 @@ def _packed_inputs(batch: Batch, cfg: RunConfig) -> dict[str, Any]:
 
 
 def _scorer(params: Decoder, hidden, batch: Batch, *, cfg, rules) -> Callable[..., TokenScores]:
-    """`token_scores` of the targets in the loss, those of its further parts included."""
+    """`token_scores` of the targets in the loss, those of its parts included."""
     mask = batch.mask
     if batch.parts is not None:
         mask = jnp.maximum(mask, (batch.parts > 0).astype(mask.dtype))

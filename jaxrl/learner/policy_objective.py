@@ -29,9 +29,11 @@ from jaxrl.algorithms.losses.rejection import REJECTIONS, off_policy_sequences
 from jaxrl.algorithms.losses.value_loss import clipped, value_loss
 from jaxrl.algorithms.segment import segment_sum
 from jaxrl.algorithms.table import apply, lookup
+from jaxrl.config.choices import GIVEN_PARTS, KL_PARTS
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.config.parts import parse_parts
+from jaxrl.config.parts import names_kl
 from jaxrl.config.rejections import rejections
+from jaxrl.learner.parts import part_sums, token_parts
 from jaxrl.learner.requirements import kl_in_loss, needs_every_response, ratio_source
 from jaxrl.learner.router import no_load
 from jaxrl.models.config import DecoderConfig
@@ -102,7 +104,7 @@ def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig, *, replays: bool = Fal
         losses, maxima = LOSSES, MAXIMA
         means = MEANS + (CORRECTION_MEANS if cfg.has_correction else ())
         means += KL_MEANS if kl_in_loss(cfg) else ()
-        means += tuple(f"loss/{part.name}" for part in parse_parts(cfg.parts))
+        means += tuple(f"loss/{part.name}" for _, part in token_parts(cfg))
     if "score" in model.heads:
         losses, means = (*losses, *VALUE_LOSSES), (*means, *VALUE_MEANS)
     return LossSums(
@@ -127,13 +129,15 @@ def token_loss_sums(
     """L = policy loss + kl_coef KL(policy | reference) - entropy_coef entropy, and its metrics.
 
     L is summed over tokens by `algorithm.aggregation`; the caller divides it by the weight of the
-    whole mini-batch. Without `coefs` the two coefficients are the config's. Tokens of a row
-    must be in sequence order. With `log_mass` = log Σ π over the support of the sampling
-    distribution, ratios and corrections are of the policy restricted to it: log π - log_mass. The
-    KL and the entropy are of π itself.
+    whole mini-batch. Terms that algorithm.parts names are not in this sum: `part_sums` adds them,
+    and the cross-entropy on given tokens. Without `coefs` the two coefficients are the config's.
+    Tokens of a row must be in sequence order. With `log_mass` = log Σ π over the support of the
+    sampling distribution, ratios and corrections are of the policy restricted to it: log π -
+    log_mass. The KL and the entropy are of π itself.
     """
     algo, mask, measured = cfg.algorithm, batch.mask, measured_tokens(batch, cfg)
     coefs = Coefs(algo.kl_coef, algo.entropy_coef) if coefs is None else coefs
+    nll = -logp  # at tokens of further parts, too
     # Masked once here, so that no value at a masked token can overflow below.
     logp, entropy = apply_mask(logp, mask), apply_mask(entropy, mask)
     behavior_logp = apply_mask(batch.behavior_logp, mask)
@@ -151,22 +155,30 @@ def token_loss_sums(
             inputs["mask"] = batch.mask
     if algo.top_entropy < 1.0:
         weights = weights * batch.selected
-    policy = policy_loss(inputs, algo) * weights
-    loss = policy
+    policy, named = policy_loss(inputs, algo) * weights, algo.part_kinds
+    loss = jnp.zeros_like(policy) if "policy" in named else policy
+    terms = {"policy": policy, "entropy": entropy} | dict.fromkeys(GIVEN_PARTS, nll)
     if kl_in_loss(algo):
         kl = reference_kl(logp, inputs, exact_kl, batch, algo)
-        term = coefs.kl * clamp(kl, algo.kl_clamp)
-        loss = loss + (term * kl_weights(inputs, algo) if algo.kl_ratio_max else term)
-        means["loss/kl"] = masked_mean(clamp(kl, algo.kl_clamp), measured)
+        clamped = clamp(kl, algo.kl_clamp)
+        term = clamped * kl_weights(inputs, algo) if algo.kl_ratio_max else clamped
+        terms |= dict.fromkeys(KL_PARTS, term)
+        loss = loss if names_kl(algo) else loss + coefs.kl * term
+        means["loss/kl"] = masked_mean(clamped, measured)
         means["loss/kl_clamped_fraction"] = masked_mean(outside(kl, algo.kl_clamp), measured)
-    if algo.has_entropy:
+    if algo.has_entropy and "entropy" not in named:
         loss = loss - coefs.entropy * entropy
 
     loss_sum, weight = aggregate_tokens(loss, batch, cfg)
-    losses = {"loss/total": loss_sum, "loss/policy": aggregate_tokens(policy, batch, cfg)[0]}
+    losses = {"loss/policy": aggregate_tokens(policy, batch, cfg)[0]}
     means["loss/entropy"] = masked_mean(entropy, measured)
     ratio_means, ratio_maxima = ratio_metrics(inputs, measured, algo)
-    sums = LossSums(losses, weight, means | ratio_means, maxima | ratio_maxima, None)
+    means |= ratio_means
+    if batch.parts is not None:
+        of_parts, part_means = part_sums(terms, batch, coefs.parts, cfg=cfg)
+        loss_sum, means = loss_sum + of_parts, means | part_means
+    losses["loss/total"] = loss_sum
+    sums = LossSums(losses, weight, means, maxima | ratio_maxima, None)
     return loss_sum, jax.lax.stop_gradient(sums)
 
 
@@ -358,30 +370,6 @@ def kl_weights(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "
     if cfg.kl_ratio_level == "response":
         return seq_tis(ratio, inputs["mask"], inputs["segments"], **bounds)
     return token_tis(ratio, **bounds)
-
-
-def part_sums(
-    logp: Float[Array, "B T"], batch: Batch, coefs: Coefs, *, cfg: RunConfig
-) -> tuple[Float[Array, ""], dict[str, SumAndWeight]]:
-    """(loss, means) of algorithm.parts: Σ_k c_k Σ_t -log π(y_t), over the tokens t of part k.
-
-    The sum over tokens is that of the part's aggregation. c_k = w_k W / N_k with the denominators
-    W of the policy's terms and N_k of the part, both of the whole mini-batch: the loss is divided
-    by W, so that w_k L_k / N_k remains (`part_coefs`). Tokens of a row must be in sequence order.
-    """
-    loss, means = jnp.zeros(()), {}
-    for i, part in enumerate(parse_parts(cfg.algorithm.parts)):
-        mask = (batch.parts == i + 1).astype(jnp.float32)
-        total, weight = aggregate(
-            -apply_mask(logp, mask),
-            mask,
-            jnp.maximum(segment_sum(mask, batch.segments), 1.0),
-            mode=part.options.aggregation,
-            max_response_len=cfg.data.max_response_len,
-        )
-        loss = loss + coefs.parts[i] * total
-        means[f"loss/{part.name}"] = jax.lax.stop_gradient((total, weight))
-    return loss, means
 
 
 def value_sums(

@@ -20,7 +20,7 @@ from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.layout import training_rules
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.image_patches import BatchImages
-from jaxrl.learner.requirements import full_kl_in_loss, shares_base
+from jaxrl.learner.requirements import balances_experts, full_kl_in_loss, shares_base
 from jaxrl.learner.roles import Learner, TeacherModel
 from jaxrl.learner.scorer import Scorer
 from jaxrl.learner.step import Update, for_device
@@ -44,6 +44,7 @@ class TrainingModels:
     reward_scorer: ValueScorer | None = None
     reward_params: Tree | None = None
     scorer: Scorer | None = None
+    student_scorer: Scorer | None = None
     ref_scorer: Scorer | None = None
     ref_params: Tree | None = None
     teachers: Sequence[tuple[TeacherModel, Tree]] = ()  # further ones, with their weights
@@ -147,6 +148,7 @@ def training_models(
         value_scorer=learner.value_scorer,
         critic=learner.critic,
         scorer=learner.scorer if scores_policy else None,
+        student_scorer=learner.student_scorer,
         ref_scorer=learner.ref_scorer if scores_reference else None,
         ref_params=ref_params if scores_reference else None,
         teachers=list(zip(learner.teachers, more_refs, strict=True)) if more_refs else (),
@@ -163,7 +165,9 @@ def training_programs(models: TrainingModels) -> list[TrainingProgram]:
     if models.reward_scorer is not None:
         rows.append(_reward_model(models, models.reward_scorer))
     if models.scorer is not None:
-        rows.append(_policy_scores(models, models.scorer))
+        rows.append(_policy_scores("score", models, models.scorer))
+    if models.student_scorer is not None:
+        rows.append(_policy_scores("student", models, models.student_scorer))
     if models.ref_scorer is not None:
         rows.append(_reference_scores(models, models.ref_scorer))
     rows += [_teacher_scores(models.cfg, *teacher) for teacher in models.teachers]
@@ -192,7 +196,7 @@ def _policy_update(models: TrainingModels) -> TrainingProgram:
         n_ranks=rules.n_shards("batch"),
         lower=lower,
         run=run,
-        reads=({"count": weights} if cfg.learner.router_aux_coef else {})
+        reads=({"count": weights} if balances_experts(cfg) else {})
         | {"accumulate": (*weights, *separate), "apply": ("params", "opt_state")},
         state=state,
         offloads=("reference",) if full_kl else (),
@@ -275,7 +279,7 @@ def _value_program(
     )
 
 
-def _policy_scores(models: TrainingModels, scorer: Scorer) -> TrainingProgram:
+def _policy_scores(name: str, models: TrainingModels, scorer: Scorer) -> TrainingProgram:
     def run(batch: Batch) -> None:
         with scorer.layout.weights(models.state.params) as params:
             scorer.warm_up(params, batch)
@@ -283,7 +287,7 @@ def _policy_scores(models: TrainingModels, scorer: Scorer) -> TrainingProgram:
     def weights() -> Tree:
         return scorer.layout.lowered_weights(models.state.params)
 
-    return _logp_program("score", models.cfg, scorer, weights, run, "score_aliased")
+    return _logp_program(name, models.cfg, scorer, weights, run, "score_aliased")
 
 
 def _reference_scores(models: TrainingModels, scorer: Scorer) -> TrainingProgram:
@@ -345,6 +349,7 @@ def _logp_program(
         n_vocab=weights().cfg.V if scorer.restricted else 0,
         routing=scorer.routing(weights()),
         encoder=scorer.encoder,
+        n_ids=scorer.n_given,
         on_mesh=scorer.layout.on_mesh,
     )
 

@@ -4,7 +4,6 @@ from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.kl import KL_ESTIMATORS, KLEstimator
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.config.parts import parse_parts
 from jaxrl.config.teachers import model_teachers, teachers
 
 
@@ -71,7 +70,7 @@ def needs_policy_logp(cfg: RunConfig) -> bool:
 def needs_ref(cfg: RunConfig) -> bool:
     """Whether a reference model is kept."""
     algo = cfg.algorithm
-    if algo.kl_coef == 0.0 or policy_is_teacher(cfg):
+    if not algo.has_kl or policy_is_teacher(cfg):
         return False
     return not algo.teacher or bool(model_teachers(algo))
 
@@ -79,7 +78,7 @@ def needs_ref(cfg: RunConfig) -> bool:
 def scores_by_teacher(cfg: RunConfig) -> bool:
     """Whether the logprobs of the KL come from several teachers, or from a server."""
     found = teachers(cfg.algorithm)
-    has_kl = cfg.algorithm.kl_coef != 0.0 and not policy_is_teacher(cfg)
+    has_kl = cfg.algorithm.has_kl and not policy_is_teacher(cfg)
     return has_kl and (len(found) > 1 or any(teacher.is_endpoint for teacher in found))
 
 
@@ -95,7 +94,7 @@ def shares_base(cfg: RunConfig) -> bool:
 
 def kl_in_loss(cfg: AlgorithmConfig) -> bool:
     """Whether the KL to the reference is part of the loss."""
-    return cfg.kl_coef != 0.0 and cfg.kl_in == "loss"
+    return cfg.has_kl and cfg.kl_in == "loss"
 
 
 def needs_every_response(cfg: RunConfig) -> bool:
@@ -109,8 +108,13 @@ def needs_every_response(cfg: RunConfig) -> bool:
     algo = cfg.algorithm
     in_loss = algo.has_entropy or kl_in_loss(algo) or cfg.critic.shared
     in_loss = in_loss or algo.log_ratio_penalty != 0.0 or algo.top_entropy < 1.0
-    in_loss = in_loss or any(part.tokens == "observations" for part in parse_parts(algo.parts))
-    return in_loss or algo.removes_rejected or cfg.learner.router_aux_coef != 0.0
+    in_loss = in_loss or "observations" in algo.part_kinds
+    return in_loss or algo.removes_rejected or balances_experts(cfg)
+
+
+def balances_experts(cfg: RunConfig) -> bool:
+    """Whether the loss has a load-balancing term."""
+    return cfg.learner.router_aux_coef != 0.0 or "router" in cfg.algorithm.part_kinds
 
 
 def full_kl_in_loss(cfg: RunConfig) -> bool:
@@ -131,8 +135,18 @@ def full_kl_in_loss(cfg: RunConfig) -> bool:
 
 
 def teacher_top_k(cfg: RunConfig) -> int:
-    """Number of the reference's most likely ids that the loss compares; 0 = it compares no ids."""
+    """Number of most likely ids of a model that the loss compares; 0 = it compares no ids."""
     return cfg.algorithm.kl_top_k if kl_in_loss(cfg.algorithm) else 0
+
+
+def compares_student_ids(cfg: RunConfig) -> bool:
+    """Whether some of these ids are the most likely ones of the policy."""
+    return bool(teacher_top_k(cfg)) and cfg.algorithm.kl_top_k_from != "teacher"
+
+
+def n_compared_ids(cfg: RunConfig) -> int:
+    """Number of ids of a token in a batch of the update: those of one model, or of both."""
+    return teacher_top_k(cfg) * (2 if cfg.algorithm.kl_top_k_from == "union" else 1)
 
 
 def needs_ref_scores(cfg: RunConfig) -> bool:

@@ -15,7 +15,7 @@ from jaxrl.learner.critic import Critic, ValueScorer, make_critic, shared_value_
 from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.image_patches import TowerInputs
 from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
-from jaxrl.learner.requirements import shares_base, teacher_top_k
+from jaxrl.learner.requirements import compares_student_ids, shares_base, teacher_top_k
 from jaxrl.learner.scorer import Scorer
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import Update, make_update, make_value_update
@@ -50,6 +50,7 @@ class Learner:
     optimizer: Optimizer
     update: Update
     scorer: Scorer  # computes the policy's logprobs
+    student_scorer: Scorer | None  # computes the policy's most likely ids, which teachers score
     ref_scorer: Scorer  # computes the reference model's logprobs
     ref_decoder: DecoderConfig  # config of the reference model
     teachers: tuple[TeacherModel, ...]  # in addition to it
@@ -101,6 +102,7 @@ def make_learner(
         optimizer=optimizer,
         update=make(cfg, optimizer, rules, inputs),
         scorer=scorer,
+        student_scorer=make_student_scorer(cfg, scorer) if compares_student_ids(cfg) else None,
         ref_scorer=ref_scorer,
         ref_decoder=ref_decoder,
         teachers=tuple(make_teacher(cfg, role, backbones[role], dtype) for role in roles),
@@ -152,8 +154,19 @@ def make_scorers(
             of_training=shares_base(cfg),
             encoder=encoder,
             most_likely=most_likely,
+            n_given=n_given_ids(cfg),
         )
     return scorer, ref_scorer, ref_decoder
+
+
+def make_student_scorer(cfg: RunConfig, scorer: Scorer) -> Scorer:
+    """The policy's scorer of its most likely ids, in the layout of the one of its logprobs."""
+    return Scorer(cfg, scorer.layout, cfg.score, encoder=scorer.encoder, most_likely=True)
+
+
+def n_given_ids(cfg: RunConfig) -> int:
+    """Number of ids of the policy that a teacher scores at each token."""
+    return teacher_top_k(cfg) if compares_student_ids(cfg) else 0
 
 
 def make_teacher(
@@ -162,5 +175,7 @@ def make_teacher(
     """A further teacher, which scores in the layout of the reference (config.ref)."""
     decoder = for_platform(cfg, decoder, target_platform())[1]
     layout = role_layout(cfg, "ref", decoder, dtype)
-    scorer = Scorer(cfg, layout, cfg.ref, most_likely=bool(teacher_top_k(cfg)))
+    scorer = Scorer(
+        cfg, layout, cfg.ref, most_likely=bool(teacher_top_k(cfg)), n_given=n_given_ids(cfg)
+    )
     return TeacherModel(role, scorer, decoder)

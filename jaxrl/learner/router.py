@@ -25,6 +25,8 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from jaxrl import types
+from jaxrl.config.keys import RunConfig
+from jaxrl.learner.requirements import balances_experts
 from jaxrl.models.config import DecoderConfig, MoEConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.layers.router import CORRECTION, RouterLoad
@@ -78,6 +80,21 @@ def router_metrics(load: RouterLoad | None) -> dict[str, Float[Array, ""]]:
         "router/load_min": jnp.min(load.count / mean),
         **changed,
     }
+
+
+def check_balanced(cfg: RunConfig, model: DecoderConfig) -> None:
+    """Raises ValueError for a load-balancing loss of a model without experts."""
+    if model.expert_layers or not balances_experts(cfg):
+        return
+    coef = cfg.learner.router_aux_coef
+    named = (
+        f"config.learner.router_aux_coef = {coef}"
+        if coef
+        else f"config.algorithm.parts = {cfg.algorithm.parts}"
+    )
+    raise ValueError(
+        f"{named} balances experts, but this {model.family} model has none; leave it out"
+    )
 
 
 def check_correction(rate: float, model: DecoderConfig) -> None:

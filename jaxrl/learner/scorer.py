@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig, ScoringConfig
 from jaxrl.data.image_places import join_axis_positions, join_packed_images
-from jaxrl.data.packing import empty_batch
+from jaxrl.data.packing import empty_batch, empty_teacher
 from jaxrl.data.routing import all_experts, join_packed_experts
 from jaxrl.data.support import join_packed
 from jaxrl.layout import Layout, training_rules
@@ -43,21 +43,22 @@ class Scorer:
         replay: str = "off",
         encoder: ImageEncoder | None = None,
         most_likely: bool = False,
+        n_given: int = 0,
     ):
         """`restricted`: under the supports of the batches.
 
         `of_training`: all parameters are given in training's layout; calls reshard them. `replay`
         is learner.router_replay, for the policy: it records experts (R2) or gets them (R3).
         `encoder` has the features of images. `most_likely`: scores the most likely ids in place of
-        the targets.
+        the targets, with `n_given` the ids that the batches have.
         """
         self.layout, self.restricted, self.of_training = layout, restricted, of_training
-        self.encoder, self.most_likely = encoder, most_likely
+        self.encoder, self.most_likely, self.n_given = encoder, most_likely, n_given
         self.records, self.replays = replay == "R2", replay == "R3"
         self.keeps_entropy = cfg.algorithm.top_entropy < 1.0
         self.keeps_second = most_likely or self.keeps_entropy or needs_collision(cfg)
         if most_likely:
-            self.score = make_top_k(cfg, layout.rules)
+            self.score = make_top_k(cfg, layout.rules, given=n_given > 0)
         elif needs_collision(cfg):
             self.score = make_collision(cfg, layout.rules)
         else:
@@ -148,6 +149,7 @@ class Scorer:
             n_vocab=n_vocab,
             routing=self.routing(params),
             encoder=self.encoder,
+            n_ids=self.n_given,
         )
 
         def read(group: list[int], n_joined: int, kept: list[jax.Array]) -> None:
@@ -158,7 +160,7 @@ class Scorer:
             for shape, indices in by_shape.items():
                 for group, n_joined in self._groups(indices):
                     padding = [empty_batch(*shape)] * (n_joined - len(group))
-                    joined = join_batches([*(batches[i] for i in group), *padding])
+                    joined = join_batches([*(batches[i] for i in group), *padding], self.n_given)
                     calls.make_room()
                     on_batch()
                     first, second, *experts = self.score(flat, put(joined))
@@ -180,14 +182,20 @@ class Scorer:
             yield indices[start : min(start + self.n_least, len(indices))], self.n_least
 
 
-def join_batches(parts: Sequence[Batch]) -> Batch:
-    """Host batches of one shape as one batch, with the rows of the first one first."""
+def join_batches(parts: Sequence[Batch], n_ids: int = 0) -> Batch:
+    """Host batches of one shape as one batch, with the rows of the first one first.
+
+    The parts of the objective are left out, the `n_ids` ids of a teacher if it is 0.
+    """
     other = dict(support=None, experts=None, images=None, axis_positions=None, parts=None)
     other["teacher"] = None
     plain = [dataclasses.replace(part, **other) for part in parts]
     joined, size = jax.tree.map(lambda *rows: np.concatenate(rows), *plain), parts[0].tokens.size
+    shape = parts[0].tokens.shape
+    teachers = [part.teacher or empty_teacher(shape, n_ids) for part in parts] if n_ids else []
     return dataclasses.replace(
         joined,
+        teacher=jax.tree.map(lambda *rows: np.concatenate(rows), *teachers) if teachers else None,
         support=join_packed([part.support for part in parts], size),
         experts=join_packed_experts([part.experts for part in parts], size),
         images=join_packed_images([part.images for part in parts]),

@@ -25,6 +25,7 @@ from jaxrl.learner.loss import (
     policy_objective,
     score_and_record,
     score_collision,
+    score_given_ids,
     score_tokens,
     score_top_k,
     score_values,
@@ -32,7 +33,7 @@ from jaxrl.learner.loss import (
 )
 from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.policy_objective import Coefs, LossSums, zero_sums
-from jaxrl.learner.requirements import adapts_coefs, teacher_top_k
+from jaxrl.learner.requirements import adapts_coefs, balances_experts, n_compared_ids
 from jaxrl.learner.router import (
     Balance,
     correction_places,
@@ -135,9 +136,9 @@ def make_score(cfg: RunConfig, rules: Rules, *, records: bool = False) -> FlatPr
     return _score_program(score_and_record if records else score_tokens, cfg, rules)
 
 
-def make_top_k(cfg: RunConfig, rules: Rules) -> FlatProgram:
-    """Compiled top_k(params, batch) -> (ids, logp) [B, T, k] before the targets."""
-    return _score_program(score_top_k, cfg, rules)
+def make_top_k(cfg: RunConfig, rules: Rules, *, given: bool = False) -> FlatProgram:
+    """Compiled top_k(params, batch) -> (ids, logp) [B, T, k], of the batch's ids with `given`."""
+    return _score_program(score_given_ids if given else score_top_k, cfg, rules)
 
 
 def make_collision(cfg: RunConfig, rules: Rules) -> FlatProgram:
@@ -153,9 +154,7 @@ def _score_program(score: Callable[..., Any], cfg: RunConfig, rules: Rules) -> F
 
 def make_values(cfg: RunConfig, rules: Rules) -> FlatProgram:
     """Compiled values(params, batch) -> [B, T]: value of the state before each target."""
-    return FlatProgram(
-        functools.partial(score_values, cfg=cfg, rules=rules), compiler_options=_options(cfg)
-    )
+    return _score_program(score_values, cfg, rules)
 
 
 def call_queue(n_vocab: int) -> CallQueue:
@@ -190,12 +189,12 @@ class Update:
         self.encoder = encoder
         self._gradients = functools.partial(loss_gradients, objective, cfg=cfg, rules=rules)
         self._optimizer = optimizer
-        self._balances = cfg.learner.router_aux_coef != 0
+        self._balances = balances_experts(cfg)
         self._bias_rate = cfg.learner.router_bias_rate
         self._restricts = cfg.algorithm.keep_sampling_mask
         # A critic's loss has no further parts.
         self.has_parts = objective is policy_objective and bool(cfg.algorithm.parts)
-        self.n_ids = teacher_top_k(cfg) if objective is policy_objective else 0
+        self.n_ids = n_compared_ids(cfg) if objective is policy_objective else 0
         self.put = functools.partial(
             put_batch,
             rules=rules,

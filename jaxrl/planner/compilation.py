@@ -197,7 +197,8 @@ def kernel_costs(
 def _scored_tokens(program: str, cfg: RunConfig) -> float:
     """Tokens of a device whose logprobs one call computes, on the mesh of training."""
     rows, row_len = cfg.learner.shapes[-1]
-    budgets = {"score": cfg.score.token_budget, "reference": cfg.ref.token_budget}
+    policy, reference = cfg.score.token_budget, cfg.ref.token_budget
+    budgets = {"score": policy, "student": policy, "reference": reference}
     n_joined = max(budgets.get(program, 0) // cfg.learner.token_budget, 1)
     return n_joined * rows * row_len / training_rules(cfg).n_shards("time")
 

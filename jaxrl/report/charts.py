@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxrl.config.choices import PART_TOKENS
+from jaxrl.config.choices import GIVEN_PARTS
 from jaxrl.report.record import Points, Record, thin
 
 PHASES = {
@@ -99,7 +99,7 @@ def rl_charts(record: Record) -> list[Chart]:
 
 def policy_charts(record: Record) -> list[Chart]:
     """Charts of a run with rollouts: policy loss, critic, rollout-trainer mismatch."""
-    kinds = tuple(f"loss/{tokens}" for tokens in PART_TOKENS)
+    kinds = tuple(f"loss/{tokens}" for tokens in GIVEN_PARTS)
     parts = [n for n in record.series if n.startswith(kinds)]
     parts = [n for n in parts if not n.endswith(("_tokens", "_weight"))]
     return [

@@ -265,6 +265,21 @@ WRONG = [
         "more_teachers=('b?source=x',) read text, and data.images=True has images",
     ),
     (
+        dict(
+            algorithm__teacher="http://a/v1",
+            algorithm__kl="jsd",
+            algorithm__kl_coef=1.0,
+            algorithm__kl_top_k=20,
+            algorithm__kl_top_k_from="union",
+        ),
+        "a server returns the teacher's most likely tokens alone",
+        "algorithm.kl_top_k_from='teacher'",
+    ),
+    (
+        dict(algorithm__kl_top_k_from="student"),
+        "algorithm.kl_top_k_from='student' has no effect with algorithm.kl_top_k=0",
+    ),
+    (
         dict(algorithm__teacher="big?model=x", algorithm__kl_coef=1.0),
         "'big?model=x' names a model of a server, but no URL",
     ),

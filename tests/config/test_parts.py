@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.parts import Part, PartSettings, parse_parts, part_of, read_part
 from jaxrl.config.resolve import default_config, resolve
 
@@ -24,10 +25,11 @@ def test_a_part_is_its_tokens_and_options():
     )
     assert observations == Part("observations", PartSettings(weight=0.1))
     assert (observations.name, one_source.name) == ("observations", "observations/math")
-    both = observations, one_source
+    both = AlgorithmConfig(parts=("observations", "observations?source=math"))
     assert part_of(both, "observations", "math") == 1
     assert part_of(both, "observations", "other") == 0  # the entry without a source
-    assert part_of((one_source,), "observations", "other") is None
+    one = AlgorithmConfig(parts=("observations?source=math",))
+    assert part_of(one, "observations", "other") is None
     assert part_of(both, "demonstrations", "math") is None
 
 
@@ -77,6 +79,71 @@ def test_demonstrations_that_cannot_be_trained_are_refused(case):
 def test_demonstrations_without_a_part_are_refused(parts):
     with pytest.raises(ValueError, match="are trained by no part of the objective"):
         resolve(config(*parts, **SFT))
+
+
+TERMS = ("policy", "kl?weight=0.1", "entropy?weight=0.01")
+MATH = ("math?parts=policy",)
+TERM_ERRORS = {
+    "two weights of the KL": (TERMS, dict(kl_coef=0.1), "set algorithm.kl_coef=0.0"),
+    "two weights of the entropy": (
+        TERMS,
+        dict(entropy_coef=0.1),
+        "set algorithm.entropy_coef=0.0",
+    ),
+    "a KL in the reward": (TERMS, dict(kl_in="reward"), "set algorithm.kl_in='loss'"),
+    "two references": (("kl", "distillation"), {}, "one reference"),
+    "no distributions": (("distillation",), {}, "an estimate from sampled tokens"),
+    "distributions": (("kl",), dict(kl="full"), "a divergence of distributions"),
+    "no denominator": (TERMS, dict(aggregation="token_sum"), "set the option aggregation"),
+    "unknown part": (
+        ("policy", "observations"),
+        dict(source_parts=("math?parts=policy,sft",)),
+        "names sft for 'math'",
+    ),
+    "a list twice": (("policy",), dict(source_parts=MATH * 2), "math more than once"),
+    "an empty list": (("policy",), dict(source_parts=("math",)), r"'SOURCE\?parts="),
+    "no policy part": (
+        ("entropy",),
+        dict(source_parts=("math?parts=entropy",)),
+        "set a part 'policy'",
+    ),
+    "a key for all": (
+        ("policy",),
+        dict(source_parts=MATH, entropy_coef=0.1),
+        "set algorithm.entropy_coef=0.0",
+    ),
+    "routers of a source": (("router?source=math",), {}, "leave out source"),
+}
+
+
+@pytest.mark.parametrize("case", TERM_ERRORS)
+def test_terms_that_contradict_other_keys_are_refused(case):
+    parts, keys, message = TERM_ERRORS[case]
+    keys = {f"algorithm__{name}": value for name, value in keys.items()}
+    with pytest.raises(ValueError, match=message):
+        resolve(config(*parts, **keys))
+
+
+def test_two_weights_of_the_routers_are_refused():
+    with pytest.raises(ValueError, match=r"set learner\.router_aux_coef=0\.0"):
+        resolve(config("router?weight=0.1", learner__router_aux_coef=0.1))
+
+
+def test_terms_are_parts_and_lists_of_sources_choose_among_them():
+    c = config(*TERMS, "observations?weight=0.1", algorithm__source_parts=("math?parts=policy,kl",))
+    c.rollout.sampling.temperature = 1.0
+    algorithm = resolve(c).algorithm
+    assert algorithm.has_kl and algorithm.has_entropy
+    assert part_of(algorithm, "kl", "math") == 1 and part_of(algorithm, "kl", "code") == 1
+    assert part_of(algorithm, "entropy", "math") is None
+    assert part_of(algorithm, "entropy", "code") == 2
+    assert resolve(config("policy?weight=0", "entropy")).algorithm.has_entropy
+
+
+def test_terms_of_the_responses_alone_allow_any_temperature():
+    c = config(*TERMS)
+    c.rollout.sampling.temperature = 0.7
+    resolve(c)
 
 
 REFUSED = {

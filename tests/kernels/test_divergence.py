@@ -143,6 +143,19 @@ def test_other_ids_are_one_bucket(beta):
     assert np.isfinite(slope).all()
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_ids_that_are_not_counted_are_in_the_bucket_and_have_no_gradient(beta):
+    p, q = (np.random.default_rng(i).dirichlet(np.ones(6)) for i in (0, 1))
+    ids, counted = np.array([4, 1, 4, 0]), np.array([True, True, False, False])
+    logp, logq = (jnp.log(jnp.asarray(x[ids], jnp.float32)) for x in (p, q))
+    value, slope = jax.value_and_grad(divergence.of_top_k)(logp, logq, beta, jnp.asarray(counted))
+    coarse = [np.append(x[[4, 1]], 1 - x[4] - x[1]) for x in (p, q)]
+    np.testing.assert_allclose(value, jsd(*coarse, beta), rtol=1e-5)
+    want = jax.grad(divergence.of_top_k)(logp[:2], logq[:2], beta)
+    np.testing.assert_allclose(slope[:2], want, rtol=1e-5, atol=1e-7)
+    assert not slope[2:].any()
+
+
 TRL = parse_json((Path(__file__).parent / "golden" / "distillation.json").read_text())
 STUDENT, TEACHER = (jnp.array([TRL[name]], jnp.float32) for name in ("student", "teacher"))
 

@@ -1,4 +1,4 @@
-"""The further parts of the objective: hand numbers, and the sum of single objectives on any layout.
+"""The parts of the objective: hand numbers, and the sum of single objectives on any layout.
 
 Tests of `part_sums`, and of the update with algorithm.parts.
 """
@@ -11,18 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import empty_batch, pack
+from jaxrl.config.choices import GIVEN_PARTS
+from jaxrl.data.packing import empty_batch, gather, pack
 from jaxrl.learner.loss import loss_gradients, policy_objective
-from jaxrl.learner.policy_objective import Coefs, part_sums
+from jaxrl.learner.parts import part_sums
+from jaxrl.learner.policy_objective import Coefs, token_loss_sums
 from jaxrl.learner.step import put_batch
 from jaxrl.learner.xla import compiler_options
 from jaxrl.runtime.flat_program import unflatten
-from jaxrl.trainer.phases.parts import part_coefs, policy_weight
+from jaxrl.trainer.phases.parts import part_factors, policy_weight, sampled_parts
 from sharding import PIPELINE, TRAIN, make_mesh
 from tests.learner.test_pipeline_1f1b import STACKED, host_weights
 from tests.learner.test_prefixes import SAMPLES as GROUPS
 from tests.learner.test_update import LAYOUTS, ONE, assert_same
 from tests.learner.tiny_policy import (
+    MOE,
     QUICK_COMPILE,
     batches,
     new_state,
@@ -67,7 +70,7 @@ def gradient(cfg, packing, mesh_sizes=None, samples=SAMPLES):
     """(gradient of the loss, metrics) of an update on a layout."""
     algorithm, update = cfg.algorithm, programs(cfg)[1]
     policy = [s for s in samples if s.n_loss_tokens]
-    coefs = part_coefs(samples, policy_weight(policy, algorithm), 0, algorithm)
+    coefs = part_factors(samples, policy_weight(policy, algorithm), 0, algorithm)
     coefs = Coefs(algorithm.kl_coef, algorithm.entropy_coef, parts=coefs)
     micro = batches(samples, **packing)
     with jax.set_mesh(make_mesh(**(mesh_sizes or {}))):
@@ -127,8 +130,8 @@ def test_part_sums_have_the_hand_calculated_numbers():
         parts=np.array([[0, 1, 1, 2, 2, 0, 1, 0]], np.int32),
     )
     logp = jnp.array([[-9.0, -1.0, -2.0, -4.0, -6.0, -9.0, -3.0, jnp.inf]])
-    coefs = Coefs(0.0, 0.0, parts=(0.1, 0.5))
-    loss, means = part_sums(logp, jax.tree.map(jnp.asarray, batch), coefs, cfg=cfg)
+    terms = dict.fromkeys(GIVEN_PARTS, -logp)
+    loss, means = part_sums(terms, jax.tree.map(jnp.asarray, batch), (0.1, 0.5), cfg=cfg)
     # observations: tokens 1 + 2 + 3 = 6; demonstrations: one sequence with the mean (4 + 6) / 2
     np.testing.assert_allclose(loss, 0.1 * 6 + 0.5 * 5, rtol=1e-6)
     np.testing.assert_allclose(means["loss/observations"], (6, 3), rtol=1e-6)
@@ -136,7 +139,7 @@ def test_part_sums_have_the_hand_calculated_numbers():
 
 
 def test_part_sums_do_not_depend_on_the_packing():
-    cfg, coefs = run_config(temperature=1.0, parts=PARTS), Coefs(0.0, 0.0, parts=(0.3, 0.7))
+    cfg = run_config(temperature=1.0, parts=PARTS)
     program = jax.jit(functools.partial(part_sums, cfg=cfg))
     logps = [-np.random.default_rng(i).random(len(s.tokens)) for i, s in enumerate(SAMPLES)]
 
@@ -146,7 +149,8 @@ def test_part_sums_do_not_depend_on_the_packing():
             logp = np.full(micro.batch.tokens.shape, np.nan, np.float32)
             for span in micro.spans:
                 logp[span.row, span.start : span.start + span.length] = logps[span.item]
-            found.append(program(logp, micro.batch, coefs))
+            terms = dict.fromkeys(GIVEN_PARTS, -logp)
+            found.append(program(terms, micro.batch, (0.3, 0.7)))
         assert len(found) > 1 or rows > 4
         return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), found)
 
@@ -157,10 +161,120 @@ def test_the_factors_divide_each_part_by_its_own_denominator():
     cfg = run_config(parts=PARTS).algorithm
     samples = SAMPLES[:2] + SAMPLES[10:12]
     n_tokens = sum(int((s.parts == 1).sum()) for s in samples)
-    got = part_coefs(samples, 12.0, 0, cfg)
+    got = part_factors(samples, 12.0, 0, cfg)
     # 0.1 * 12 / tokens, and 0.5 * 12 / 2 sequences
     np.testing.assert_allclose(got, (1.2 / n_tokens, 3.0), rtol=1e-12)
-    assert part_coefs(samples[:2], 12.0, 0, cfg)[1] == 0.0  # no demonstrations
+    assert part_factors(samples[:2], 12.0, 0, cfg)[1] == 0.0  # no demonstrations
+
+
+TERMS = dict(temperature=1.0, policy_loss="policy_gradient", kl="k2", old_logp="rollout")
+NAMED = ("policy?aggregation=seq_mean_token_mean", "kl?weight=0.3", "entropy?weight=0.02")
+LISTS = ("math?parts=policy,kl", "chat?parts=kl,entropy")  # others have all three
+
+
+def sourced(cfg):
+    """Responses of three sources with tokens of an environment, and a reference's logprobs."""
+    found = []
+    for i, sample in enumerate(rollouts(12)):
+        own = np.arange(len(sample.tokens)) % 4 != 2
+        ref = np.random.default_rng(i).normal(-3.0, 1.0, len(sample.tokens)).astype(np.float32)
+        sample = dataclasses.replace(sample, loss_mask=own, ref_logp=ref)
+        found += sampled_parts([sample], ("math", "chat", "code")[i % 3], cfg.algorithm)
+    return found
+
+
+def of_tokens(cfg, rows=16, row_len=32):
+    """(loss, gradient by the logprobs of each response, means) on a packing; entropy -0.5 logp."""
+    samples, algorithm = sourced(cfg), cfg.algorithm
+    factors = part_factors(samples, policy_weight(samples, algorithm), 0, algorithm)
+    coefs = Coefs(algorithm.kl_coef, algorithm.entropy_coef, parts=factors)
+
+    @jax.jit
+    def program(logp, batch):
+        def loss(logp):
+            return token_loss_sums(logp, -0.5 * logp, None, batch, coefs, cfg=cfg)
+
+        (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(logp)
+        return total, sums, gradient
+
+    packed = pack(samples, shapes=((rows, row_len),), align=8, n_ranks=1)
+    results = []
+    for micro in packed:
+        logp = np.zeros(micro.batch.tokens.shape, np.float32)
+        for span in micro.spans:
+            logp[span.row, span.start : span.start + span.length] = LOGPS[span.item]
+        results.append(program(logp, micro.batch))
+    total, sums = functools.reduce(
+        lambda a, b: jax.tree.map(jnp.add, a, b),
+        [(r[0], (r[1].weight, r[1].means)) for r in results],
+    )
+    gradient = gather([np.asarray(g / sums[0]) for *_, g in results], packed)
+    means = {name: x / n for name, (x, n) in sums[1].items()}
+    return len(packed), (total / sums[0], gradient, means)
+
+
+LOGPS = [
+    np.random.default_rng(100 + i).normal(-2.0, 0.5, len(s.tokens)).astype(np.float32)
+    for i, s in enumerate(rollouts(12))
+]
+
+
+def test_the_old_keys_are_parts_with_the_denominator_of_the_policy():
+    parts = tuple(
+        f"{part}?weight={w}" for part, w in (("policy", 1), ("kl", 0.3), ("entropy", 0.02))
+    )
+    mode = dict(aggregation="seq_mean_token_mean")
+    keys = run_config(**TERMS, **mode, kl_coef=0.3, entropy_coef=0.02)
+    _, (loss, gradient, _) = of_tokens(keys)
+    _, named = of_tokens(run_config(**TERMS, **mode, parts=parts))
+    assert_same((loss, gradient), named[:2])
+
+
+def test_sources_have_their_own_parts_each_with_the_denominator_of_its_tokens():
+    cfg = run_config(**TERMS, parts=NAMED, source_parts=LISTS)
+    _, (loss, gradient, means) = of_tokens(cfg)
+    samples, want = sourced(cfg), [np.zeros(len(x)) for x in LOGPS]
+    of_part = {"policy": (0, 2), "kl": (0, 1, 2), "entropy": (1, 2)}  # math, chat, code
+    members = {kind: [i for i in range(12) if i % 3 in of_part[kind]] for kind in of_part}
+    n_tokens = {
+        kind: sum(samples[i].n_loss_tokens for i in found) for kind, found in members.items()
+    }
+    losses = dict.fromkeys(of_part, 0.0)
+    for kind, found in members.items():
+        for i in found:
+            mask, s, x = samples[i].loss_mask, samples[i], LOGPS[i].astype(float)
+            if kind == "policy":  # -A log p, a mean of the means of responses
+                n = len(found) * s.n_loss_tokens
+                value, slope = -s.advantages * x / n, -s.advantages / n
+            elif kind == "kl":  # 0.3 (log p - log q)^2 / 2
+                d = x - s.ref_logp
+                value, slope = d**2 / 2 / n_tokens[kind], 0.3 * d / n_tokens[kind]
+            else:  # -0.02 H with H = -log p / 2
+                value, slope = -x / 2 / n_tokens[kind], 0.02 / 2 / n_tokens[kind] + 0 * x
+            losses[kind] += float((value * mask).sum())
+            want[i] += slope * mask
+    for got, expected in zip(gradient, want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-8)
+    for kind, value in losses.items():
+        np.testing.assert_allclose(means[f"loss/{kind}"], value, rtol=1e-5)
+    total = losses["policy"] + 0.3 * losses["kl"] - 0.02 * losses["entropy"]
+    np.testing.assert_allclose(loss, total, rtol=1e-5)
+
+
+def test_parts_of_sources_do_not_depend_on_the_packing():
+    cfg = run_config(**TERMS, parts=NAMED, source_parts=LISTS)
+    n_one, one = of_tokens(cfg)
+    n_many, many = of_tokens(cfg, rows=2, row_len=64)
+    assert n_one == 1 and n_many > 1
+    assert_same(one, many)
+
+
+def test_idle_responses_count_in_the_denominators_of_their_parts():
+    algorithm = run_config(parts=("policy", "entropy?weight=0.5")).algorithm
+    [a, b] = [s for i in (0, 1) for s in sampled_parts(rollouts(2)[i : i + 1], "x", algorithm)]
+    n = a.n_loss_tokens + b.n_loss_tokens
+    got = part_factors([a, b], 7.0, 0, algorithm)
+    np.testing.assert_allclose(got, (7.0 / n, -3.5 / n), rtol=1e-12)
 
 
 def pipelined(schedule, mesh, rules, *, shared):
@@ -196,3 +310,29 @@ def test_a_mixture_does_not_depend_on_shared_prefixes_and_1f1b():
     n_got, got = pipelined("1f1b", dict(stage=2), PIPELINE, shared=True)
     assert n_got < n_want
     assert_same(got, want)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_parts_of_sources_do_not_depend_on_the_layout(layout):
+    keys = TERMS | dict(kl="k3", policy_loss="ppo_clip")
+    cfg = run_config(**keys, parts=(*NAMED, "observations?weight=0.1"), source_parts=LISTS)
+    packing, mesh = LAYOUTS[layout]
+    one = gradient(cfg, ONE, samples=sourced(cfg))
+    assert_same(gradient(cfg, packing, mesh, samples=sourced(cfg)), one)
+    assert {"loss/policy", "loss/kl", "loss/entropy", "loss/observations"} <= one[1].keys()
+
+
+@pytest.mark.thorough
+def test_a_part_of_the_routers_is_the_load_balancing_loss():
+    def update(factors, **keys):
+        cfg = run_config(dict(router_aux_coef=keys.pop("coef")), temperature=1.0, **keys)
+        micro = batches(rollouts(), row_len=32, token_budget=256)
+        with jax.set_mesh(make_mesh()):
+            state, (_, update, _) = new_state(cfg, model=MOE), programs(cfg, MOE)
+            return update.update(state, micro, coefs=Coefs(0.0, 0.0, parts=factors))[1]
+
+    want = update((), coef=0.3)
+    got = update((0.3,), coef=0.0, parts=("router?weight=0.3",))
+    for name in ("loss/total", "optim/grad_norm", "router/balance_loss"):
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6)

@@ -134,8 +134,10 @@ def test_the_policy_teaches_itself_the_same_in_every_packing(self_config, tmp_pa
 
 
 @pytest.mark.thorough
-def test_the_most_likely_tokens_of_a_moving_teacher_are_compared(self_config):
+@pytest.mark.parametrize("source", ["teacher", "union"])
+def test_the_most_likely_tokens_of_a_moving_teacher_are_compared(self_config, source):
     self_config.algorithm.kl, self_config.algorithm.kl_top_k = "jsd", 20
+    self_config.algorithm.kl_top_k_from = source
     self_config.algorithm.kl_in, self_config.algorithm.gamma = "loss", 1.0
     self_config.total_steps = 2
     assert train(resolve(self_config))

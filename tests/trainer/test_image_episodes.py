@@ -22,7 +22,7 @@ from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.rollout.request_images import EpisodeImages
 from jaxrl.train import train
 from jaxrl.trainer.phases.mini_batches import to_sample
-from jaxrl.trainer.phases.parts import with_observations
+from jaxrl.trainer.phases.parts import sampled_parts
 from jaxrl.types import Prompt
 from tests.data.images.pictures import encoded
 from tests.trainer.test_images import values
@@ -141,7 +141,7 @@ def test_a_training_sample_has_the_images_of_all_turns(reader, vlm, frames):
     np.testing.assert_array_equal(sample.axis_positions, expected)
     assert sample.loss_mask.sum() == len("ab" + "c" + "d") + 3
     assert not sample.loss_mask[sample.tokens == token].any()
-    [learned] = with_observations([sample], "row", AlgorithmConfig(parts=("observations",)))
+    [learned] = sampled_parts([sample], "row", AlgorithmConfig(parts=("observations",)))
     expected = ~sample.loss_mask & (sample.tokens != token)
     np.testing.assert_array_equal(learned.parts > 0, expected)
 

@@ -1,4 +1,4 @@
-"""A run whose objective has parts: ECHO on an environment and cross-entropy on demonstrations."""
+"""Runs whose objective has parts: ECHO, demonstrations, and the terms of the responses."""
 
 import json
 
@@ -7,6 +7,8 @@ import pytest
 from jaxrl.config.resolve import resolve
 from jaxrl.train import train
 from tests.trainer.test_train import assert_same_weights, metrics
+
+SOURCE = "addition/1"
 
 
 @pytest.fixture
@@ -47,3 +49,36 @@ def test_a_run_trains_all_parts_and_resumes_bitwise(mixed_config, tmp_path):
     mixed_config.total_steps = 2
     assert train(resolve(mixed_config))
     assert_same_weights(uninterrupted, mixed_config.run_dir)
+
+
+@pytest.mark.thorough
+def test_the_loss_of_a_run_is_the_weighted_sum_of_its_parts(env_config):
+    env_config.algorithm.parts = (
+        "policy",
+        "kl?weight=0.5",
+        "entropy?weight=0.01",
+        "observations?weight=0.1",
+    )
+    env_config.algorithm.source_parts = (f"{SOURCE}?parts=policy,kl,entropy,observations",)
+    assert train(resolve(env_config))
+    for line in [line for line in metrics(env_config.run_dir) if "optim/grad_norm" in line]:
+        total = line["loss/policy"] + 0.5 * line["loss/kl"] - 0.01 * line["loss/entropy"]
+        assert line["loss/total"] == pytest.approx(
+            total + 0.1 * line["loss/observations"], rel=1e-4
+        )
+        assert line["loss/entropy"] == pytest.approx(5.5, abs=1)
+        assert line["loss/kl_tokens"] == line["loss/policy_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    {
+        ("other?parts=policy",): "names other, but no row has this data_source",
+        (f"{SOURCE}?parts=demonstrations",): "without a part; name 'policy'",
+    }.items(),
+)
+def test_lists_of_sources_without_rows_or_parts_are_refused(mixed_config, lists, message):
+    mixed_config.algorithm.parts = ("policy", "demonstrations")
+    mixed_config.algorithm.source_parts = lists
+    with pytest.raises(ValueError, match=message):
+        train(resolve(mixed_config))

@@ -143,7 +143,7 @@ def _reference_errors(run: RunConfig) -> list[str]:
                 f"lora.dora={lora.dora}, lora.init={lora.init!r}; {_SERVE}"
             ]
         return []
-    if not algorithm.kl_coef or run.self_distillation.context:
+    if not algorithm.has_kl or run.self_distillation.context:
         return [
             f"{key} needs initial weights, which this run does not keep; set "
             f"algorithm.kl_coef above 0 (it is {algorithm.kl_coef}), train adapters (lora.rank), "

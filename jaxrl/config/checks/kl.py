@@ -15,7 +15,7 @@ def teacher_errors(run: RunConfig) -> list[str]:
             "algorithm.advantage='distill' learns from a teacher alone, but algorithm.teacher is "
             "''; set a model folder, self_distillation.context, or another algorithm.advantage"
         )
-    if (distills or algorithm.teacher) and algorithm.kl_coef == 0:
+    if (distills or algorithm.teacher) and not algorithm.has_kl:
         errors.append(
             f"algorithm.teacher={algorithm.teacher!r} has no weight with algorithm.kl_coef=0; set "
             "algorithm.kl_coef (1.0 with algorithm.advantage='distill')"
@@ -83,6 +83,12 @@ def _endpoint_errors(run: RunConfig, shown: str) -> list[str]:
             f"rollout.sampling.temperature={temperature} divides the policy's logits; set "
             "rollout.sampling.temperature=1.0, or a teacher in a folder"
         )
+    if (source := run.algorithm.kl_top_k_from) != "teacher":
+        errors.append(
+            f"{shown}: a server returns the teacher's most likely tokens alone, and "
+            f"algorithm.kl_top_k_from={source!r} compares those of the policy; set "
+            "algorithm.kl_top_k_from='teacher', or a teacher in a folder"
+        )
     if "reference" in run.learner.offload and not model_teachers(run.algorithm):
         errors.append(
             f"learner.offload={run.learner.offload}, but {shown} leave no reference on "
@@ -99,7 +105,7 @@ def _endpoint_errors(run: RunConfig, shown: str) -> list[str]:
 def kl_errors(run: RunConfig) -> list[str]:
     """One line per broken rule of the KL and its reference."""
     errors, algorithm, kl = [], run.algorithm, run.algorithm.kl
-    if run.data.teacher_logprobs and not (algorithm.kl_top_k and algorithm.kl_coef):
+    if run.data.teacher_logprobs and not (algorithm.kl_top_k and algorithm.has_kl):
         errors.append(
             f"data.teacher_logprobs={run.data.teacher_logprobs!r} has no weight with "
             f"algorithm.kl_top_k={algorithm.kl_top_k} and algorithm.kl_coef={algorithm.kl_coef}; "
@@ -117,12 +123,25 @@ def kl_errors(run: RunConfig) -> list[str]:
             "which compares no distributions; set algorithm.kl='jsd' or 'full', or "
             "algorithm.kl_top_k=0"
         )
-    if kl in FULL_KLS and algorithm.kl_coef == 0:
+    source = algorithm.kl_top_k_from
+    if source != "teacher" and not algorithm.kl_top_k:
+        errors.append(
+            f"algorithm.kl_top_k_from={source!r} has no effect with algorithm.kl_top_k=0; set the "
+            "number of ids that are compared, such as 20, or algorithm.kl_top_k_from='teacher'"
+        )
+    if source != "teacher" and run.data.teacher_logprobs:
+        errors.append(
+            f"algorithm.kl_top_k_from={source!r} needs the teacher's logprobs at the policy's "
+            f"tokens, which no column such as data.teacher_logprobs={run.data.teacher_logprobs!r} "
+            "has; set algorithm.kl_top_k_from='teacher', or algorithm.teacher with "
+            "jaxrl.train"
+        )
+    if kl in FULL_KLS and not algorithm.has_kl:
         errors.append(
             f"algorithm.kl={kl!r} has no effect with algorithm.kl_coef=0, which loads no reference "
             "model; set algorithm.kl_coef above 0, or leave algorithm.kl at 'auto'"
         )
-    if algorithm.kl_ratio_max and (algorithm.kl_coef == 0 or algorithm.kl_in == "reward"):
+    if algorithm.kl_ratio_max and (not algorithm.has_kl or algorithm.kl_in == "reward"):
         errors.append(
             f"algorithm.kl_ratio_max={algorithm.kl_ratio_max} weights the KL in the loss, which "
             f"algorithm.kl_coef={algorithm.kl_coef} with algorithm.kl_in={algorithm.kl_in!r} does "
@@ -139,7 +158,7 @@ def kl_errors(run: RunConfig) -> list[str]:
             f"algorithm.kl_ratio_level={algorithm.kl_ratio_level!r} has no effect with "
             "algorithm.kl_ratio_max=0.0; set algorithm.kl_ratio_max, such as 2.0"
         )
-    if algorithm.ref_refresh_every and algorithm.kl_coef == 0:
+    if algorithm.ref_refresh_every and not algorithm.has_kl:
         errors.append(
             f"algorithm.ref_refresh_every={algorithm.ref_refresh_every} has no effect with "
             "algorithm.kl_coef=0, which loads no reference model; set algorithm.kl_coef above 0, "

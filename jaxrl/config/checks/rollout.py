@@ -81,7 +81,7 @@ def _layout_errors(run: RunConfig) -> list[str]:
         for name, size in (("tensor", rollout.tensor), ("expert", rollout.expert))
         if size and rollout.layout == "training"
     ]
-    if run.ref != ScoringConfig() and algorithm.kl_coef and algorithm.kl in FULL_KLS:
+    if run.ref != ScoringConfig() and algorithm.has_kl and algorithm.kl in FULL_KLS:
         sizes = ", ".join(f"ref.{name}={size}" for name, size in to_dict(run.ref).items() if size)
         errors.append(
             f"{sizes} gives the reference another mesh or token budget, but "

@@ -113,7 +113,7 @@ def _vision_errors(run: RunConfig) -> list[str]:
     key = f"model.freeze_vision={freeze!r}"
     if not run.data.images:
         return [f"{key} trains on images, and data.images=False; set data.images=True, or omit it"]
-    exact = algorithm.kl_coef != 0 and algorithm.kl_estimator in FULL_KLS
+    exact = algorithm.has_kl and algorithm.kl_estimator in FULL_KLS
     separate_critic = run.has_critic and not run.critic.shared
     unsupported = {
         f"schedule.mode={run.schedule.mode!r}": (

@@ -72,7 +72,7 @@ def _template_errors(settings: SelfDistillationConfig) -> list[str]:
 
 def _teacher_errors(run: RunConfig) -> list[str]:
     algorithm, errors = run.algorithm, []
-    if algorithm.kl_coef == 0:
+    if not algorithm.has_kl:
         errors.append(
             f"self_distillation.context={run.self_distillation.context} has no weight with "
             "algorithm.kl_coef=0; set algorithm.kl_coef (1.0 with algorithm.advantage='distill')"

@@ -7,6 +7,7 @@ from jaxrl.config.choices import (
     AGGREGATIONS,
     BRANCH_CREDITS,
     CORRECTIONS,
+    KL_PARTS,
     KL_PLACES,
     KL_RATIO_LEVELS,
     KLS,
@@ -14,6 +15,7 @@ from jaxrl.config.choices import (
     POLICY_LOSSES,
     REJECTION_SCOPES,
     REJECTIONS,
+    TOP_K_FROM,
 )
 from jaxrl.config.schema import key
 
@@ -121,10 +123,16 @@ class AlgorithmConfig:
     )
     parts: tuple[str, ...] = key(
         (),
-        "Cross-entropy terms in addition to the policy's terms, each with its own weight and "
-        "denominator: 'observations?weight=0.1' (ECHO: tokens of the environment), "
-        "'demonstrations?weight=0.5' (of data.demonstrations); options: weight, aggregation, "
-        "source, final_weight, ramp",
+        "Terms of the loss, each with its own weight, tokens and denominator: cross-entropy on "
+        "'observations?weight=0.1' (ECHO: tokens of the environment) and "
+        "'demonstrations?weight=0.5' (of data.demonstrations); and, in place of the keys that "
+        "weight them, 'policy', 'kl', 'distillation', 'entropy', 'router'; options: weight, "
+        "aggregation, source, final_weight, ramp",
+    )
+    source_parts: tuple[str, ...] = key(
+        (),
+        "Parts of the rows of a data source, 'math?parts=policy,kl': the entries of "
+        "algorithm.parts that train them; rows of other sources have all entries",
     )
     teacher: str = key(
         "",
@@ -154,9 +162,16 @@ class AlgorithmConfig:
     )
     kl_top_k: int = key(
         0,
-        "full and jsd: number of the reference's most likely tokens that are compared, all others "
-        "as one; the reference then scores before the update; 0 = the whole vocabulary",
+        "full and jsd: number of the reference's most likely tokens that are compared (of other "
+        "ones with kl_top_k_from), all others as one; the reference then scores before the update; "
+        "0 = the whole vocabulary",
         ge=0,
+    )
+    kl_top_k_from: str = key(
+        "teacher",
+        "kl_top_k: whose most likely tokens are compared. student = of the policy at the start of "
+        "the step, whose logprobs the teacher then scores; union = of both",
+        choices=TOP_K_FROM,
     )
     kl_coef: float = key(
         0.0,
@@ -310,9 +325,20 @@ class AlgorithmConfig:
     )
 
     @property
+    def part_kinds(self) -> frozenset[str]:
+        """The kinds of the entries of `parts`."""
+        return frozenset(spec.partition("?")[0] for spec in self.parts)
+
+    @property
     def has_entropy(self) -> bool:
         """Whether the loss has an entropy term."""
-        return self.entropy_coef != 0.0 or self.entropy_target > 0.0
+        named = "entropy" in self.part_kinds
+        return named or self.entropy_coef != 0.0 or self.entropy_target > 0.0
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the loss or the reward has a KL to the reference."""
+        return self.kl_coef != 0.0 or bool(self.part_kinds & {*KL_PARTS})
 
     @property
     def removes_rejected(self) -> bool:

@@ -154,7 +154,8 @@ class RunConfig:
     @property
     def critic_run(self) -> "RunConfig":
         """The run with the model, learner, aggregation and pipeline stages of a separate critic."""
-        critic, learner, algorithm = self.critic, self.learner, self.algorithm
+        critic, learner = self.critic, self.learner
+        algorithm = dataclasses.replace(self.algorithm, parts=(), source_parts=())
         if critic.aggregation != "auto":
             algorithm = dataclasses.replace(algorithm, aggregation=critic.aggregation)
         return dataclasses.replace(

@@ -9,7 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
 def mixture(
@@ -33,11 +33,22 @@ def terms(
 
 
 def of_top_k(
-    logp: Float[Array, "*B k"], logq: Float[Array, "*B k"], beta: float
+    logp: Float[Array, "*B k"],
+    logq: Float[Array, "*B k"],
+    beta: float,
+    counted: Bool[Array, "*B k"] | None = None,
 ) -> Float[Array, "*B"]:
-    """D over k ids and one bucket for all others, from the logprobs of these ids."""
-    p, q = (jnp.concatenate([x, _rest(x)], axis=-1) for x in (logp, logq))
-    return jnp.sum(terms(p, q, beta), axis=-1)
+    """D over k ids and one bucket for all others, from the logprobs of these ids.
+
+    `counted` is False at ids that are not compared, such as a second one of its kind; their
+    logprobs must be finite.
+    """
+    if counted is None:
+        p, q = (jnp.concatenate([x, _rest(x)], axis=-1) for x in (logp, logq))
+        return jnp.sum(terms(p, q, beta), axis=-1)
+    of_ids = jnp.where(counted, terms(logp, logq, beta), 0.0)
+    p, q = (_rest(jnp.where(counted, x, -jnp.inf)) for x in (logp, logq))
+    return jnp.sum(of_ids, axis=-1) + terms(p, q, beta)[..., 0]
 
 
 def _rest(logp: Float[Array, "*B k"]) -> Float[Array, "*B 1"]:

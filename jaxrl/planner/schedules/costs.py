@@ -13,7 +13,12 @@ from typing import Any
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.remat import parse_remat
 from jaxrl.engine.device.batches import DispatchShapes, dispatch_shapes
-from jaxrl.learner.requirements import needs_old_logp, needs_ref_scores, policy_is_teacher
+from jaxrl.learner.requirements import (
+    compares_student_ids,
+    needs_old_logp,
+    needs_ref_scores,
+    policy_is_teacher,
+)
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.flops import score_features
 from jaxrl.planner.calibration import Factor, factors_of
@@ -184,7 +189,8 @@ class RunCosts:
         cfg, d, decode = self.cfg, self.decoder, self.plan["programs"]["decode"]
         whole = parse_remat(cfg.learner.remat).policy in ("full", "offload")
         update = 2 + 5 + 2 * whole
-        scored = 2 * (needs_old_logp(cfg) + needs_ref_scores(cfg) + policy_is_teacher(cfg))
+        scored = needs_old_logp(cfg) + needs_ref_scores(cfg) + policy_is_teacher(cfg)
+        scored = 2 * (scored + compares_student_ids(cfg))
         flops = 2 * (scored + update * cfg.learner.epochs) * score_features(d)
         per_flop = decode["seconds"]["flops"] / decode["flops"]
         if self.factors:

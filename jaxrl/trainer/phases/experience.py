@@ -27,7 +27,7 @@ from jaxrl.trainer.phases.mini_batches import (
     to_samples,
     with_scores,
 )
-from jaxrl.trainer.phases.parts import given_samples, part_metrics, with_observations
+from jaxrl.trainer.phases.parts import given_samples, part_metrics, sampled_parts
 from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
@@ -79,7 +79,7 @@ def make_experience(
     if baselines is not None:
         baselines = scaled_rewards(baselines, scale, cfg.reward)
     sampled = [
-        with_observations(
+        sampled_parts(
             to_samples(
                 r.rollout,
                 cfg.algorithm,

@@ -27,7 +27,7 @@ from jaxrl.data.packing import (
 )
 from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
-from jaxrl.trainer.phases.parts import part_coefs, policy_weight
+from jaxrl.trainer.phases.parts import part_factors, policy_weight
 from jaxrl.trainer.phases.self_distillation import read_by_teacher
 from jaxrl.trainer.phases.turns import anchor_states
 from jaxrl.types import Batch, Rollout, TrainingSample
@@ -44,7 +44,7 @@ class MiniBatch:
     samples: Sequence[TrainingSample] = ()  # packed and idle samples, for a separate critic
     extra_weight: float = 0.0  # of what is not packed, in the denominator of the policy's terms
     mean_weight: float = 1.0  # of the importance weights, which the loss divides by it
-    part_coefs: tuple[float, ...] = ()  # of the sums of algorithm.parts
+    part_factors: tuple[float, ...] = ()  # of the sums of algorithm.parts
 
 
 def to_sample(rollout: Rollout, *, group: int = 0) -> TrainingSample:
@@ -174,13 +174,14 @@ def split_mini_batches(
         if given and not weight:  # without a token of the policy the parts are the whole loss
             extra = weight = 1.0
         trained = [*active, *given]
+        counted = [*trained, *(s for s in idle if s.n_loss_tokens)]
         mini_batches.append(
             MiniBatch(
                 pack_samples(trained, cfg, n_ranks),
                 idle,
                 mini,
                 extra_weight=extra,
-                part_coefs=part_coefs(trained, weight, step, cfg.algorithm),
+                part_factors=part_factors(counted, weight, step, cfg.algorithm),
             )
         )
     return mini_batches

@@ -1,16 +1,18 @@
-"""Denominators of a mini-batch, and the tokens and factors of the objective's further parts."""
+"""Denominators of a mini-batch, and the tokens and factors of the parts of the objective."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxrl.algorithms.losses.aggregation import AGGREGATIONS
 from jaxrl.algorithms.table import lookup
+from jaxrl.config.choices import RESPONSE_PARTS
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.parts import parse_parts, part_of
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.image_places import is_text
+from jaxrl.learner.parts import in_part, token_parts
 from jaxrl.types import Batch, Demonstration, TrainingSample
 
 
@@ -35,27 +37,33 @@ def policy_weight(samples: Sequence[TrainingSample], cfg: AlgorithmConfig) -> fl
     return sequences_weight(lens, shares, mode=cfg.aggregation)
 
 
-def with_part(
-    sample: TrainingSample, tokens: str, mask: np.ndarray, source: str, cfg: AlgorithmConfig
+def with_parts(
+    sample: TrainingSample, masks: Mapping[str, np.ndarray], source: str, cfg: AlgorithmConfig
 ) -> TrainingSample:
-    """The sample with the response tokens in `mask` in their part of the objective, if one is set.
+    """The sample with the response tokens in each mask in their part of the objective, if any.
 
-    `tokens` is the kind of the tokens (PART_TOKENS), `source` that of the row.
+    `masks` are by the kind of the parts (PART_KINDS), `source` is that of the row.
     """
-    part = part_of(parse_parts(cfg.parts), tokens, source)
-    if part is None:
-        return sample
-    return dataclasses.replace(sample, parts=np.where(mask, part + 1, 0).astype(np.int32))
+    found = np.zeros(len(sample.tokens), np.int32)
+    for kind, mask in masks.items():
+        if (part := part_of(cfg, kind, source)) is not None:
+            found |= np.where(mask, np.int32(1 << part), np.int32(0))
+    return dataclasses.replace(sample, parts=found) if found.any() else sample
 
 
-def with_observations(
+def sampled_parts(
     samples: Sequence[TrainingSample], source: str, cfg: AlgorithmConfig
 ) -> list[TrainingSample]:
-    """The samples of a rollout with the tokens of its environment in their part, if one is set.
+    """The samples of a rollout with the parts of its tokens, if any are set.
 
     Tokens of images are in none: the model never writes them.
     """
-    return [with_part(s, "observations", ~s.loss_mask & is_text(s), source, cfg) for s in samples]
+
+    def masks(sample: TrainingSample) -> dict[str, np.ndarray]:
+        given = ~sample.loss_mask & is_text(sample)
+        return dict.fromkeys(RESPONSE_PARTS, sample.loss_mask) | {"observations": given}
+
+    return [with_parts(s, masks(s), source, cfg) for s in samples] if cfg.parts else list(samples)
 
 
 def given_samples(
@@ -63,10 +71,9 @@ def given_samples(
 ) -> list[TrainingSample]:
     """Demonstrations as samples without tokens of the policy."""
     return [
-        with_part(
+        with_parts(
             dataclasses.replace(to_sample(d), loss_mask=np.zeros_like(d.loss_mask)),
-            "demonstrations",
-            d.loss_mask,
+            {"demonstrations": d.loss_mask},
             d.source,
             cfg,
         )
@@ -74,20 +81,30 @@ def given_samples(
     ]
 
 
-def part_coefs(
+def part_factors(
     samples: Sequence[TrainingSample], weight: float, step: int, cfg: AlgorithmConfig
 ) -> tuple[float, ...]:
     """The factor c_k = w_k W / N_k of each part's sum over the tokens of a mini-batch.
 
-    W = `weight` is the denominator of the policy's terms, by which the update divides the loss. N_k
-    is that of the part, by its aggregation. A part without tokens has the factor 0.
+    W = `weight` is the denominator of the update, by which it divides the loss. N_k is that of the
+    part, by its aggregation. A part without tokens has the factor 0, the entropy bonus a negative
+    one, and the routers' loss, which is a mean already, its weight.
     """
-    coefs = []
+    factors = []
     for k, part in enumerate(parse_parts(cfg.parts)):
-        lens = [int((s.parts == k + 1).sum()) for s in samples if s.parts is not None]
-        n = sequences_weight([length for length in lens if length], mode=part.options.aggregation)
-        coefs.append(part.weight(step) * weight / n if n else 0.0)
-    return tuple(coefs)
+        w, mode = part.weight(step), part.aggregation(cfg)
+        counts = [(s, n_tokens(s, k)) for s in samples if n_tokens(s, k)]
+        lens, shares = [n for _, n in counts], [s.share for s, _ in counts]
+        n = sequences_weight(lens, shares if part.of_responses else None, mode=mode)
+        factor = w * weight / n if counts else 0.0
+        sign = -1.0 if part.kind == "entropy" else 1.0
+        factors.append(w if part.kind == "router" else sign * factor)
+    return tuple(factors)
+
+
+def n_tokens(sample: TrainingSample, part: int) -> int:
+    """Number of tokens of a sample in algorithm.parts[part]."""
+    return 0 if sample.parts is None else int(in_part(sample.parts, part).sum())
 
 
 def part_metrics(
@@ -96,8 +113,8 @@ def part_metrics(
     """loss/<part>_tokens of a step and loss/<part>_weight."""
     metrics = {}
     for k, part in enumerate(parse_parts(cfg.parts)):
-        n_tokens = sum(int((s.parts == k + 1).sum()) for s in samples if s.parts is not None)
-        metrics[f"loss/{part.name}_tokens"] = float(n_tokens)
+        if part.kind != "router":
+            metrics[f"loss/{part.name}_tokens"] = float(sum(n_tokens(s, k) for s in samples))
         metrics[f"loss/{part.name}_weight"] = part.weight(step)
     return metrics
 
@@ -106,8 +123,8 @@ def with_trained_parts(
     metrics: dict[str, float], batches: Sequence[Batch], cfg: AlgorithmConfig
 ) -> dict[str, float]:
     """The metrics of an update without the losses of parts that have no token in it."""
-    trained = {k for b in batches if b.parts is not None for k in np.unique(b.parts).tolist()}
-    absent = {
-        f"loss/{p.name}" for k, p in enumerate(parse_parts(cfg.parts)) if k + 1 not in trained
-    }
+    bits = 0
+    for batch in batches:
+        bits |= 0 if batch.parts is None else int(np.bitwise_or.reduce(batch.parts, axis=None))
+    absent = {f"loss/{part.name}" for k, part in token_parts(cfg) if not in_part(bits, k)}
     return {name: value for name, value in metrics.items() if name not in absent}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.config.teachers import teacher_of, teachers
-from jaxrl.data.packing import gather, pack_samples
+from jaxrl.data.packing import Packed, gather, pack_samples
 from jaxrl.learner.requirements import teacher_top_k
 from jaxrl.learner.scorer import Scorer
 from jaxrl.models.decoder import Decoder
@@ -41,6 +41,8 @@ def read_by_teachers(
             teacher = teacher_of(teachers(core.cfg.algorithm), sample.source)
             by_teacher.setdefault(teacher, []).append(i)
     filled, metrics = list(samples), {}
+    if core.learner.student_scorer is not None:
+        samples = with_student_ids(core, core.learner.student_scorer, samples)
     for teacher, mine in sorted(by_teacher.items()):
         given = [samples[i] for i in mine]
         read = read_by_teacher(given) if has_own_prompts else given
@@ -53,6 +55,29 @@ def read_by_teachers(
         for i, fields in zip(mine, found, strict=True):
             filled[i] = dataclasses.replace(samples[i], **fields)
     return filled, metrics
+
+
+def with_student_ids(
+    core: Core, scorer: Scorer, samples: Sequence[TrainingSample]
+) -> list[TrainingSample]:
+    """Fills `teacher` with the policy's most likely ids and their logprobs under the policy."""
+    packed = pack_samples(samples, core.cfg, core.learner.n_ranks)
+    with (
+        core.no_compile("scoring"),
+        scorer.layout.weights(core.state.params, core.clock.timed("reshard")) as params,
+        core.clock.timed("old_log_prob"),
+    ):
+        found = scorer.top_k(params, [p.batch for p in packed], on_batch=core.check_stop)
+    pairs = zip(samples, most_likely(found, packed), strict=True)
+    return [dataclasses.replace(s, teacher=tokens) for s, tokens in pairs]
+
+
+def most_likely(
+    found: Sequence[tuple[np.ndarray, ...]], packed: Sequence[Packed]
+) -> list[TeacherTokens]:
+    """The (ids, logprobs) [B, T, k] of each packed batch as those of each sample."""
+    ids, logp = (gather(field, packed) for field in zip(*found, strict=True))
+    return [TeacherTokens(*pair) for pair in zip(ids, logp, strict=True)]
 
 
 def device_teacher(core: Core, index: int) -> tuple[Scorer, Decoder | None]:
@@ -76,8 +101,7 @@ def read_on_devices(
             logps = gather(scorer.logps(params, batches, on_batch=core.check_stop), packed)
             return [{"ref_logp": logp} for logp in logps]
         found = scorer.top_k(params, batches, on_batch=core.check_stop)
-    pairs = zip(*(gather(field, packed) for field in zip(*found, strict=True)), strict=True)
-    return [{"teacher": TeacherTokens(*pair)} for pair in pairs]
+    return [{"teacher": tokens} for tokens in most_likely(found, packed)]
 
 
 def read_at_endpoint(

@@ -49,7 +49,7 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
                 ref_params=ref_params,
                 extra_weight=mini.extra_weight,
                 coefs=dataclasses.replace(
-                    core.coefs.loss_coefs(), mean_weight=mini.mean_weight, parts=mini.part_coefs
+                    core.coefs.loss_coefs(), mean_weight=mini.mean_weight, parts=mini.part_factors
                 ),
                 on_micro_batch=lambda i: bar.advance(1),
             )

@@ -12,7 +12,7 @@ from jaxrl.config.checks.memory import offload_keys
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
 from jaxrl.layout import split_devices, training_mesh
-from jaxrl.learner.router import check_correction
+from jaxrl.learner.router import check_balanced, check_correction
 from jaxrl.learner.xla import check_options
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
@@ -136,11 +136,7 @@ def start_devices(
         keep_freed_memory()
     dtype, decoder = for_platform(cfg, decoder, backend)
     decoder = with_adapters(cfg.lora, decoder)
-    if cfg.learner.router_aux_coef and not decoder.expert_layers:
-        raise ValueError(
-            f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but "
-            f"this {decoder.family} model has none; set it to 0"
-        )
+    check_balanced(cfg, decoder)
     check_correction(cfg.learner.router_bias_rate, decoder)
     specs = decoder_specs(dataclasses.replace(decoder, base_dtype=""))
     n_params, n_trained = count_params(specs), count_params(split(specs)[0])

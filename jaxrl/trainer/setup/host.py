@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxrl.config.choices import RESPONSE_PARTS
 from jaxrl.config.keys import DataConfig, RunConfig
-from jaxrl.config.parts import parse_parts, part_of
+from jaxrl.config.parts import parse_parts, parse_source_parts, part_of
 from jaxrl.config.teachers import teachers
 from jaxrl.data.demonstrations import demonstration_maker
 from jaxrl.data.difficulty import DifficultyIterator
@@ -231,26 +232,50 @@ def open_demonstrations(cfg: RunConfig, models: Models) -> StepItems[Demonstrati
 def check_part_sources(
     cfg: RunConfig, prompts: Sequence[Prompt], demonstrations: StepItems[Demonstration] | None
 ) -> None:
-    """Raises ValueError for a part without rows, and for demonstrations without a part."""
-    parts = parse_parts(cfg.algorithm.parts)
-    found = {"observations": {p.source for p in prompts}}
-    if cfg.data.streaming:
-        del found["observations"]  # only the first rows are known
-    if demonstrations is not None:
-        found["demonstrations"] = {d.source for d in demonstrations.items}
-    for part in parts:
-        sources, source = found.get(part.tokens, ()), part.options.source
-        if source and sources and source not in sources:
+    """Raises ValueError for a part or a list of parts without rows, and rows without a part."""
+    algorithm, sampled = cfg.algorithm, {p.source for p in prompts}
+    given = {d.source for d in demonstrations.items} if demonstrations is not None else set()
+    all_known = not cfg.data.streaming  # otherwise only the first rows are known
+    for part in parse_parts(algorithm.parts):
+        source = part.options.source
+        sources = given if part.kind == "demonstrations" else sampled
+        is_known = all_known or part.kind == "demonstrations"
+        if source and source not in sources and is_known:
             raise ValueError(
                 f"config.algorithm.parts has {part.name!r}, but no row has the data_source "
                 f"{source!r}; the sources are {', '.join(sorted(sources))}"
             )
-    for source in sorted(found.get("demonstrations", ())):
-        if part_of(parts, "demonstrations", source) is None:
+    named = parse_source_parts(algorithm.source_parts)
+    if (unknown := sorted(named.keys() - sampled - given)) and all_known:
+        raise ValueError(
+            f"config.algorithm.source_parts names {', '.join(unknown)}, but no row has this "
+            f"data_source; the sources are {', '.join(sorted(sampled | given))}"
+        )
+    check_trained_sources(cfg, sampled, given)
+
+
+def check_trained_sources(cfg: RunConfig, sampled: set[str], given: set[str]) -> None:
+    """Raises ValueError for a data_source of prompts or demonstrations that no part trains."""
+    algorithm = cfg.algorithm
+    for source in sorted(given):
+        if part_of(algorithm, "demonstrations", source) is None:
             raise ValueError(
                 f"rows of data.demonstrations have the data_source {source!r}, which no entry of "
-                f"config.algorithm.parts={cfg.algorithm.parts} names; add "
+                f"config.algorithm.parts={algorithm.parts} trains with "
+                f"config.algorithm.source_parts={algorithm.source_parts}; add "
                 f"'demonstrations?source={source}', or an entry without a source"
+            )
+    kinds = {*RESPONSE_PARTS, "observations"}
+    others = algorithm.kl_coef or algorithm.entropy_coef or algorithm.entropy_target
+    if "policy" not in algorithm.part_kinds or others:  # terms of the rows of all sources
+        return
+    for source in sorted(sampled):
+        if all(part_of(algorithm, kind, source) is None for kind in kinds):
+            raise ValueError(
+                f"config.algorithm.parts={algorithm.parts} with config.algorithm.source_parts="
+                f"{algorithm.source_parts} leaves the rows of data.train with the data_source "
+                f"{source!r} without a part; name 'policy' or another part of the responses for "
+                "them, or remove these rows"
             )
 
 

@@ -48,6 +48,7 @@ def lowered_before_loading(
         if done:
             return
         models = TrainingModels(cfg, learner.abstract, learner.update)
+        models.student_scorer = learner.student_scorer
         if needs_policy_logp(cfg) and "vocab" in learner.abstract.params.cfg.heads:
             models.scorer = learner.scorer
         for row in training_programs(models):

@@ -10,7 +10,7 @@ from jaxrl.trainer.phases.mini_batches import make_mini_batches
 from jaxrl.trainer.phases.parts import (
     given_samples,
     part_metrics,
-    with_observations,
+    sampled_parts,
     with_trained_parts,
 )
 from jaxrl.types import Demonstration
@@ -29,7 +29,7 @@ def episodes(n_prompts, source="math", cfg=None):
     """Two samples per prompt of 4 tokens, of which the environment wrote the second and third."""
     own = np.array([True, False, False, True])
     made = [dataclasses.replace(s, loss_mask=own) for s in samples_of(n_prompts, n_tokens=4)]
-    return with_observations(made, source, cfg.algorithm)
+    return sampled_parts(made, source, cfg.algorithm)
 
 
 def test_observations_are_the_tokens_that_the_model_did_not_sample():
@@ -53,13 +53,13 @@ def test_a_group_of_equal_rewards_still_trains_on_its_observations(aggregation):
     assert not any((p.batch.mask * (p.batch.parts > 0)).any() for p in mini.packed)
     # w W / N: the policy's weight is 8 tokens or 4 sequences, that of the part 8 tokens
     weight = 8 if aggregation == "token_mean" else 4
-    np.testing.assert_allclose(mini.part_coefs, (0.1 * weight / 8,), rtol=1e-12)
+    np.testing.assert_allclose(mini.part_factors, (0.1 * weight / 8,), rtol=1e-12)
 
 
 def test_without_parts_nothing_is_packed_for_them():
     cfg = resolve(config())
     [mini], _ = make_mini_batches(samples_of(2), np.array([1.0, 0.0, 1.0, 1.0]), cfg, n_ranks=1)
-    assert mini.part_coefs == () and all(p.batch.parts is None for p in mini.packed)
+    assert mini.part_factors == () and all(p.batch.parts is None for p in mini.packed)
     assert len(mini.idle) == 2 and mini.extra_weight == 6
 
 
@@ -70,7 +70,7 @@ def test_tokens_and_weights_of_parts_are_logged_and_absent_losses_are_not():
         {"loss/observations_tokens": 8.0, "loss/observations_weight": 0.3}
     )
     [mini], _ = make_mini_batches(samples, np.array([1.0, 0, 1, 0]), cfg, n_ranks=1, step=2)
-    np.testing.assert_allclose(mini.part_coefs, (0.2,), rtol=1e-6)  # 0.2 * 8 / 8
+    np.testing.assert_allclose(mini.part_factors, (0.2,), rtol=1e-6)  # 0.2 * 8 / 8
     batches = [p.batch for p in mini.packed]
     update = {"loss/observations": 0.0, "loss/policy": 1.0}
     assert with_trained_parts(update, batches, cfg.algorithm) == update
@@ -108,7 +108,7 @@ def test_demonstrations_are_divided_over_the_mini_batches_of_a_step():
     assert [len(m.idle) for m in minis] == [0, 2]
     assert (first.extra_weight, second.extra_weight) == (0, 6)
     for mini in minis:  # w W / N = 0.5 * 6 / 4 tokens of two demonstrations
-        np.testing.assert_allclose(mini.part_coefs, (0.75,), rtol=1e-12)
+        np.testing.assert_allclose(mini.part_factors, (0.75,), rtol=1e-12)
         assert n_trained(mini) == 4
     assert sum(int(p.batch.mask.sum()) for p in second.packed) == 0
     prompts = [np.concatenate([p.batch.tokens.ravel() for p in m.packed]) for m in minis]
@@ -122,4 +122,4 @@ def test_without_a_token_of_the_policy_the_demonstrations_are_the_loss():
     [mini], _ = make_mini_batches(masked, np.ones(4), cfg, n_ranks=1, demonstrations=given)
     assert len(mini.idle) == 4
     assert mini.extra_weight == 1.0
-    np.testing.assert_allclose(mini.part_coefs, (0.5 / 8,), rtol=1e-12)
+    np.testing.assert_allclose(mini.part_factors, (0.5 / 8,), rtol=1e-12)
