@@ -65,7 +65,7 @@ class PlannedJudge:
 
 
 def plan_judge(cfg: RunConfig, backbone: DecoderConfig) -> PlannedJudge | None:
-    """The judge of a run with training's mesh set; None if it is no model of its own."""
+    """The judge of a run with training's mesh set; None without reward.judge.path."""
     if not cfg.reward.judge.path:
         return None
     engine, layout = judge_engine(cfg, backbone)
