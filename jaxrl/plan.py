@@ -162,6 +162,7 @@ def make_job(
     paths = {
         "critic": ("critic.path", cfg.critic.path),
         "reward_model": ("reward_model.path", cfg.reward_model.path),
+        "judge": ("reward.judge.path", cfg.reward.judge.path),
     }
     paths |= {
         role: (teacher.key, teacher.path) for role, teacher in model_teachers(cfg.algorithm).items()
@@ -177,7 +178,7 @@ def make_job(
     file = options.get("model-config", "")
     tower = tower_shape(cfg.model.path, file) if cfg.data.images else None
     for name, (key, path) in paths.items():
-        if tower is None or not path or (other := tower_shape(path)) == tower:
+        if tower is None or not path or name == "judge" or (other := tower_shape(path)) == tower:
             continue
         if name != "teacher":
             raise ValueError(

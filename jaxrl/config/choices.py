@@ -5,7 +5,7 @@ QUANTIZED_DTYPES = ("int8", "fp8")
 MATMUL_DTYPES = ("auto", *QUANTIZED_DTYPES)  # of products in training
 ROLLOUT_DTYPES = (*DTYPES, "int8")
 ADAPTER_INITS = ("default", "pissa")
-BASE_DTYPES = ("auto", "int8", "nf4")  # of the frozen weights below adapters
+BASE_DTYPES = ("auto", "int8", "nf4")  # of frozen weights: below adapters, of a judge
 KV_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 LAYERS = ("auto", "list", "stacked")
 FREEZE_VISION = ("all", "tower", "none")  # what training leaves as it is
@@ -127,7 +127,7 @@ REJECTIONS = (
     "seq_max_k3",
 )
 OLD_LOGPS = ("auto", "rollout", "recompute")
-OFFLOADS = ("optimizer", "gradients", "policy", "reference", "critic", "reward_model")
+OFFLOADS = ("optimizer", "gradients", "policy", "reference", "critic", "reward_model", "judge")
 REMATS = ("full", "offload", "attention", "mlp", "dots", "none")
 REMATS_OF_1F1B = ("full", "attention", "mlp", "dots")  # the same activations of every layer
 SHARED_PREFIXES = ("auto", "on", "off")
@@ -212,7 +212,7 @@ REWARDS = (
 )
 SCHEDULES = ("sync", "partial", "async")
 OPPONENTS = ("group", "reference")
-JUDGE_WEIGHTS = ("server", "policy", "reference")
+JUDGE_WEIGHTS = ("server", "policy", "reference", "checkpoint")
 GROUP_ORDERS = ("prompt", "arrival")
 WEIGHT_TRANSFERS = ("full", "delta")
 ENGINES = ("auto", "process", "mesh")

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from jaxrl.data.iterator import PromptOutcome, check_identity
+from jaxrl.data.running_mean import running_mean
 from jaxrl.types import Prompt
 
 POOLS = ("hard", "right", "easy")
@@ -66,8 +67,8 @@ class DifficultyIterator[T]:
         """Updates the rates of prompts with their mean rewards."""
         for prompt_id, mean in outcomes:
             i = self._place[prompt_id]
-            old = mean if np.isnan(self._rates[i]) else self._rates[i]
-            self._rates[i] = self._memory * old + (1 - self._memory) * mean
+            old = None if np.isnan(self._rates[i]) else float(self._rates[i])
+            self._rates[i] = running_mean(old, mean, self._memory)
 
     def metrics(self) -> dict[str, float]:
         """Number of prompts in each pool, and without a rate."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.iterator import PromptOutcome
+from jaxrl.data.running_mean import running_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +48,7 @@ class SourceRates:
             for rates, memory in zip(
                 (self._fast, self._slow), self._curriculum.memories, strict=True
             ):
-                old = rates[k] if self._n_prompts[k] else mean
-                rates[k] = memory * old + (1 - memory) * mean
+                rates[k] = running_mean(rates[k] if self._n_prompts[k] else None, mean, memory)
             self._n_prompts[k] += len(found)
         while self._n_admitted < len(self._fast) and self._passes():
             self._n_admitted += 1

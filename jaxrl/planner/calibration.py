@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl.planner.chips import CHIPS, Chip
 
 RATES = ("products", "attention", "memory", "estimated")  # `Kernel.bound`
-LOOPS = ("decode", "mixed")  # programs of which a call stands for one step of a loop
+LOOPS = ("decode", "mixed", "judge_decode")  # a call stands for one step of a loop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,11 @@ from jaxrl.planner.compiled.kernels import (
     grouped_work,
     paged_work,
 )
+from jaxrl.planner.judge import PREFIX as JUDGE
 from jaxrl.planner.programs import Lengths, RunPrograms
 from jaxrl.planner.topology import Topology
+
+DECODES = ("decode", f"{JUDGE}decode")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +97,9 @@ def compile_programs(
         seconds = time.perf_counter() - start
         memory, text = executable.memory_analysis(), executable.as_text()
         assert memory is not None and text is not None, "CPU, GPU and TPU backends have both"
-        trips = trip_counts(name, programs, lengths)
-        kernels = kernel_costs(name, programs, lengths, machine.chip.l2_bytes)
+        read = program.lengths or lengths
+        trips = trip_counts(name, programs, read)
+        kernels = kernel_costs(name, programs, read, machine.chip.l2_bytes)
         compiled[name] = Program(
             argument_bytes=memory.argument_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
@@ -162,7 +166,7 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
             return segment / 2 / BLOCK + 1
         if "logprob" in op_name:
             return float(math.ceil(chunks / grouped if "transpose" in op_name else chunks))
-        if program == "decode":
+        if program in DECODES:
             return 1.0
         return None
 
@@ -216,7 +220,7 @@ def _paged_keys(program: str, op_name: str, lengths: Lengths) -> float:
 
     In decode, the prompt and half the response; in prefill, half the prompt.
     """
-    decodes = program == "decode" or DECODE_SCOPE in op_name  # draft tokens belong to one row
+    decodes = program in DECODES or DECODE_SCOPE in op_name  # draft tokens belong to one row
     return lengths.prompt + lengths.response / 2 if decodes else lengths.prompt / 2
 
 

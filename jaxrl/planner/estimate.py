@@ -15,6 +15,7 @@ from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig, MLPConfig, MoEConfig
 from jaxrl.models.flops import score_features
 from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
+from jaxrl.planner.judge_estimate import judge_bytes, judge_seconds
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
 from jaxrl.planner.tower import tower_bytes
 from jaxrl.planner.traffic import (
@@ -75,10 +76,12 @@ def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
         held, in_update = tower_bytes(job, job.tower, policy, settings)
         state, work = state + held, work + in_update
     state += ("optimizer" not in offload) * optimizer
-    made = 0.0
+    judge = judge_bytes(job, settings) if job.has_judge else 0.0
+    state += ("judge" not in offload) * judge
+    made = ("judge" in offload) * judge
     copy = policy.rollout_copy * policy.rollout_bytes
     if job.rollout_copies(settings.mesh, settings.rollout_tensor):
-        made = copy - policy.held_bytes * ("policy" in offload)
+        made = max(made, copy - policy.held_bytes * ("policy" in offload))
     if policy.expanded_bytes and policy.stacked:  # decode copies stacks in nf4 to another layout
         made += copy
     return MemoryEstimate(state + work, state + made)
@@ -109,6 +112,8 @@ def step_seconds(job: Job, settings: CandidateSettings, memory: MemoryEstimate) 
         seconds += _passes_seconds(job, critic, settings, 1, epochs)
     if not job.workload:
         seconds += rollout_seconds(job, policy, free_bytes(job, settings, memory))
+    if job.has_judge:
+        seconds += judge_seconds(job, settings)
     if settings.zero:  # the updated weights of the other replicas
         seconds += cfg.updates_per_step * _collective_seconds(
             job.machine.chip,
@@ -123,7 +128,7 @@ def step_seconds(job: Job, settings: CandidateSettings, memory: MemoryEstimate) 
     # The critic is read for values, and read and written for updates; the policy is written before
     # the rollout and read after it.
     moved = {"reference": (job.teachers, 1), "reward_model": (("reward_model",), 1)}
-    moved |= {"critic": (("critic",), 3), "policy": (("policy",), 2)}
+    moved |= {"critic": (("critic",), 3), "policy": (("policy",), 2), "judge": (("judge",), 1)}
     for roles, times in (moved[name] for name in settings.offload if name in moved):
         held = sum(model_sizes(job, role, settings).held_bytes for role in roles)
         seconds += times * held / host_rate

@@ -51,14 +51,14 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
         state = state_before_offload(run.resident, run.host_resident)
         live["the copy of the rollout"] = state + run.role_weights["rollout_made"]
     pages = min_pages = sequences = 0
-    # With release_kv only the rollout and the reward model, which runs between rollouts, see pages.
+    # With release_kv only the rollout, and models of rewards between rollouts, see pages.
     with_pages = frozenset(programs)
     rollout = {name for name in programs if run.table[name].phase == "rollout"}
     if run.n_rollout_devices:
         with_pages = frozenset(rollout)
     elif cfg.release_kv:
         before_pages = {"reshard"} if "policy" in run.cfg.learner.offload else set()
-        between = {name for name in programs if (row := run.table[name].row) and row.with_pages}
+        between = {name for name in programs if run.table[name].with_pages}
         with_pages = frozenset(rollout | between) - before_pages
     if engine is not None:
         wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq

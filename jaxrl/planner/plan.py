@@ -16,6 +16,8 @@ from jaxrl.planner.calibration import factors_of, round_seconds
 from jaxrl.planner.call_times import compiler_seconds, roofline, serial_seconds
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program, compile_programs, machine_note
+from jaxrl.planner.judge import PREFIX as JUDGE
+from jaxrl.planner.judge import judge_calls
 from jaxrl.planner.memory import Memory, divide_memory, misfit
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.program_numbers import present, program_numbers
@@ -317,7 +319,18 @@ def calls_per_step(
     table = run.table.items()
     training = {name: program.row.calls(name, tokens) for name, program in table if program.row}
     resharding = {"reshard_score": 1, "reshard_ref": 1}
-    return _engine_calls(cfg, run, sequences, lengths) | resharding | training
+    judging = _judge_calls(run)
+    return _engine_calls(cfg, run, sequences, lengths) | judging | resharding | training
+
+
+def _judge_calls(run: RunPrograms) -> dict[str, int]:
+    """Calls of the programs of a judge on the devices; copies of pages are rare."""
+    names = [name for name in run.table if name.startswith(JUDGE)]
+    engine = run.judge or run.engine
+    if not names or engine is None:
+        return {}
+    found = judge_calls(run.cfg, engine, run.n_sequences, run.n_replicas)
+    return {name: found.get(name.removeprefix(JUDGE), 0) for name in names}
 
 
 def _engine_calls(

@@ -45,6 +45,8 @@ from jaxrl.models.lora import with_adapters, without_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.models.vision.config import TowerConfig
 from jaxrl.models.vision.tower import tower_specs
+from jaxrl.planner.judge import PREFIX as JUDGE
+from jaxrl.planner.judge import PlannedJudge, plan_judge
 from jaxrl.planner.rollout_devices import n_copies
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.types import Tree
@@ -56,6 +58,7 @@ IDLE_STATE = {
     "reference": ("ref",),  # and ref_2, ref_3, ... of further teachers
     "critic": ("critic", "critic_base"),
     "reward_model": ("reward_model",),
+    "judge": ("judge",),  # its KV pages are freed
 }
 
 
@@ -95,7 +98,9 @@ class PlannedProgram(NamedTuple):
     # arguments, or offloaded to host memory at that time.
     counted_state: tuple[str, ...]
     offloads: tuple[str, ...] = ("policy",)  # roles of learner.offload on the devices meanwhile
-    row: TrainingProgram | None = None  # None: it reshards weights, or is the engine's
+    row: TrainingProgram | None = None  # None: it reshards weights, or is an engine's
+    with_pages: bool = False  # it runs between rollouts of a step, whose KV pages are there
+    lengths: Lengths | None = None  # of its sequences; None: those of the plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +111,12 @@ class RunPrograms:
     decoder: DecoderConfig
     table: dict[str, PlannedProgram]  # in the order in which they are compiled
     # State on the devices throughout: params, base (frozen weights below adapters), opt_state,
-    # ref, critic, critic_base, critic_opt_state, reward_model, tower, rollout_tower.
+    # ref, critic, critic_base, critic_opt_state, reward_model, judge, judge_kv, tower,
+    # rollout_tower.
     resident: dict[str, int]
-    # State in host memory: opt_state, ref, critic, critic_base, critic_opt_state, reward_model, and
-    # the larger of the sums of gradients that the updates of policy and critic have in turn.
+    # State in host memory: opt_state, ref, critic, critic_base, critic_opt_state, reward_model,
+    # judge, and the larger of the sums of gradients that the updates of policy and critic have in
+    # turn.
     host_resident: dict[str, int]
     # Weights of the roles "score" and "rollout", and "ref" if it is training's base: ROLE_aliased
     # are training's own buffers, ROLE_copied are those that are copied, and rollout_made the copy,
@@ -125,6 +132,7 @@ class RunPrograms:
     n_pages: int = 0  # of the pool that the engine's programs are lowered for
     n_rollout_devices: int = 0  # separate from training's; 0: the same
     n_workers: int = 0  # that these devices belong to
+    judge: PagedEngine | None = None  # of reward.judge.path
 
 
 def run_programs(
@@ -140,8 +148,8 @@ def run_programs(
 
     The rollout's programs are on `rollout_devices` if there are some: the devices of one process or
     rollout worker, which a run with workers may leave out. `role_decoders` has the shapes
-    of "critic" (a separate backbone), "teacher", "teacher_2", ... and "reward_model"; the default
-    is the policy's.
+    of "critic" (a separate backbone), "teacher", "teacher_2", ..., "reward_model" and "judge"; the
+    default is the policy's.
     With `workload` the run is offline training instead of RL. `tower` computes the features of
     images, between other programs and with less memory than they need.
 
@@ -149,7 +157,7 @@ def run_programs(
     state leaves free. A run that fits then uses exactly the programs that its plan compiled.
     """
     teachers = ("teacher", *model_teachers(cfg.algorithm))
-    roles = {name: decoder for name in ("critic", *teachers, "reward_model")}
+    roles = {name: decoder for name in ("critic", *teachers, "reward_model", "judge")}
     roles |= dict(role_decoders or {})
     dtype, decoder = for_platform(cfg, decoder, target_platform())
     decoder = with_adapters(cfg.lora, decoder)
@@ -161,7 +169,14 @@ def run_programs(
     params = models.state.params
     rows = training_programs(models)
     table = {
-        name: PlannedProgram(lower, row.phase, row.reads[name], ("policy", *row.offloads), row)
+        name: PlannedProgram(
+            lower,
+            row.phase,
+            row.reads[name],
+            ("policy", *row.offloads),
+            row,
+            with_pages=row.with_pages,
+        )
         for row in rows
         for name, lower in row.largest().items()
     }
@@ -173,6 +188,10 @@ def run_programs(
     resident = {name: bytes_per_device(tree) for name, tree in state.items()}
     if workload is None and tower is not None:
         resident |= rollout_tower(cfg, tower, decoder, dtype, rollout_devices)
+    judge = plan_judge(cfg, roles["judge"]) if workload is None else None
+    if judge is not None:
+        resident |= judge.resident
+        table |= _judge_programs(cfg, judge)
     on_host = {"opt_state": 0, "gradients": _sums_on_host(models)} | {
         name: host_bytes_per_device(tree) for name, tree in state.items() if "opt_state" in name
     }
@@ -186,6 +205,7 @@ def run_programs(
         host_resident=host_state(cfg, resident, on_host),
         role_weights=role_weights,
         n_sequences=cfg.data.prompts_per_step * responses,
+        judge=None if judge is None else judge.engine,
     )
     if workload is None and (rollout_devices or not cfg.schedule.rollout_workers):
         programs = _with_engine(programs, params, dtype, memory_bytes, rollout_devices, tower)
@@ -198,6 +218,26 @@ def run_programs(
             counted = (*program.counted_state, *(n for n in idle if n not in there))
             table[name] = program._replace(counted_state=counted)
     return programs
+
+
+def _judge_programs(cfg: RunConfig, judge: PlannedJudge) -> dict[str, PlannedProgram]:
+    """The programs of the engine of a judge from reward.judge.path."""
+    return {
+        name: PlannedProgram(
+            lower,
+            "scoring",
+            counted,
+            ("policy", "judge"),
+            with_pages=True,
+            lengths=_judge_lengths(cfg),
+        )
+        for name, (lower, counted) in judge.lowerings().items()
+    }
+
+
+def _judge_lengths(cfg: RunConfig) -> Lengths:
+    """The longest request to a judge on the devices, and its verdict."""
+    return Lengths(cfg.reward.judge.max_prompt_len, cfg.reward.judge.max_verdict_len)
 
 
 def _models(
@@ -334,9 +374,9 @@ def _with_engine(
     n_pages = cfg.rollout.n_pages or max(pool_bytes.n_pages_in(half, wanted), max_pages)
 
     @functools.cache
-    def engine_program(kind: str) -> jax.stages.Lowered:
+    def engine_program(kind: str, adjusted: bool = False) -> jax.stages.Lowered:
         with jax.set_mesh(layout.mesh(mesh)):
-            return engine.runner.lower_largest(weights, n_pages, kind)
+            return engine.runner.lower_largest(weights, n_pages, kind, adjusted=adjusted)
 
     reshard = functools.partial(layout.lower, params)
     if devices:
@@ -350,6 +390,15 @@ def _with_engine(
         counted = ("kv",) if name in COPIES else (*shared, "kv")
         lower = functools.partial(engine_program, name)
         table[name] = PlannedProgram(lower, "rollout", counted, offloads=())
+    if cfg.reward.judge.on_own_engine:  # its prefill is that of the rollout
+        table[f"{JUDGE}decode"] = PlannedProgram(
+            functools.partial(engine_program, "decode", adjusted=True),
+            "scoring",
+            (*shared, "kv"),
+            offloads=(),
+            with_pages=True,
+            lengths=_judge_lengths(cfg),
+        )
     return dataclasses.replace(
         programs,
         engine=engine,

@@ -120,6 +120,8 @@ ROLES = {  # state of a run -> what it is, and how to make it smaller
         "learner.offload=optimizer, mesh.fsdp, learner.zero=1",
     ),
     "reward_model": ("reward model", "learner.offload=reward_model, a smaller reward_model.path"),
+    "judge": ("judge", "learner.offload=judge, reward.judge.dtype=int8, a smaller judge.path"),
+    "judge_kv": ("KV pages of the judge", "reward.judge.max_num_seqs, reward.judge.n_pages"),
     "tower": ("vision tower", "mesh.fsdp"),
     "rollout_tower": ("vision tower of rollouts", "rollout.engines=mesh"),
 }

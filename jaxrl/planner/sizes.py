@@ -92,12 +92,18 @@ class Job:
         return not self.workload and bool(self.cfg.reward_model.path)
 
     @property
+    def has_judge(self) -> bool:
+        """Whether a judge is a separate model on the devices."""
+        return not self.workload and bool(self.cfg.reward.judge.path)
+
+    @property
     def idle_roles(self) -> tuple[str, ...]:
         """Roles whose weights learner.offload can keep in host memory between uses."""
         there = {
             "reference": self.keeps_reference,
             "critic": self.has_critic,
             "reward_model": self.has_reward_model,
+            "judge": self.has_judge,
         }
         return tuple(role for role in there if there[role])
 
@@ -261,7 +267,11 @@ class Sizes:
 
 
 def _model_facts(job: Job, role: str) -> ModelFacts:
-    runs = {"critic": job.cfg.critic_run, "reward_model": job.cfg.reward_model_run}
+    runs = {
+        "critic": job.cfg.critic_run,
+        "reward_model": job.cfg.reward_model_run,
+        "judge": job.cfg.judge_run,
+    }
     cfg, decoder = runs.get(role, job.cfg), dataclasses.replace(job.model(role), tower=None)
     # Adapters are chosen by the names of the tower too, which is no part of what a token reads.
     whole = dataclasses.replace(decoder, tower=job.decoder.tower)

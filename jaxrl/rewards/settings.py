@@ -39,7 +39,7 @@ def _settings(spec: str, cfg: RewardConfig, run_folder: Path | None) -> CallSett
 
 def judge_options(cfg: JudgeConfig, run_folder: Path | None) -> dict[str, Any]:
     """The keyword arguments of the rewards judge and judge_pairs that the keys set."""
-    keeps = cfg.cache and run_folder is not None and not cfg.is_local  # other weights, other words
+    keeps = cfg.cache and cfg.weights != "policy"  # whose verdicts change with its weights
     cache = str(run_folder.absolute() / FOLDER) if keeps and run_folder is not None else ""
     return {
         "url": cfg.url,
@@ -55,6 +55,7 @@ def judge_options(cfg: JudgeConfig, run_folder: Path | None) -> dict[str, Any]:
         "requests": cfg.concurrency,
         "api_key_env": cfg.api_key_env,
         "cache": cache,
+        "cache_name": cfg.weights if cfg.is_local else "",  # a run's own endpoint has a random URL
         "prompt_price": cfg.prompt_price,
         "completion_price": cfg.completion_price,
     }

@@ -1,7 +1,8 @@
-"""A judge on the run's own engine: verdicts of the policy's current or initial weights.
+"""A judge on the devices of the run: the engine of the rollouts, or that of a second model.
 
-The engine is free while rewards are computed. It then answers the requests of the reward workers,
-with the verdicts held by the grammar of their JSON schema.
+While rewards are computed the engine answers the requests of the reward workers, with the verdicts
+held by the grammar of their JSON schema. The engine of the rollouts is free then, and reads the
+policy's current or initial weights.
 """
 
 import copy
@@ -23,6 +24,7 @@ from jaxrl.engine.json_grammar import JsonGrammar
 from jaxrl.engine.json_matcher import build_matcher, make_tokenizer
 from jaxrl.json_text import Json
 from jaxrl.rollout.judge_endpoint import JudgeCall, JudgeEndpoint
+from jaxrl.rollout.judge_model import JudgeModel
 from jaxrl.types import Tree
 
 _POLL_S = 0.02  # for requests, while the engine is idle
@@ -47,15 +49,19 @@ class LocalJudge:
         engine: PagedEngine,
         renderer: ChatRenderer,
         eos_ids: tuple[int, ...],
+        model: JudgeModel | None = None,
     ):
-        """The engine must be adjustable. Raises ValueError if it has no stop token."""
+        """The engine must be adjustable; `model` has its weights, unless they are the run's.
+
+        Raises ValueError if the engine has no stop token.
+        """
         if not eos_ids:
             raise ValueError(
-                "the model has no end-of-sequence token, so the verdicts of a judge on the run's "
-                "engine do not end; set reward.judge.weights='server'"
+                "the judge's model has no end-of-sequence token, so its verdicts on the run's "
+                "devices do not end; set reward.judge.weights='server'"
             )
         self._endpoint, self._engine, self._renderer = endpoint, engine, renderer
-        self._eos_ids = eos_ids
+        self._eos_ids, self.model = eos_ids, model
         self._pending: dict[int, PendingVerdict] = {}  # by slot of the engine
 
     def serve(self, params: Tree, version: int, done: Callable[[], bool]) -> None:

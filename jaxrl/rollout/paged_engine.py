@@ -29,7 +29,7 @@ def paged_engine(
     PagedEngine, all of them.
     """
     name = cfg.model.paged_attention
-    adjustable = adjustable or cfg.reward.judge.is_local  # for the grammar of its verdicts
+    adjustable = adjustable or cfg.reward.judge.on_own_engine  # for the grammar of its verdicts
     used = cfg.rollout.sampling.filters | cfg.eval.sampling.filters
     return PagedEngine(
         decoder,

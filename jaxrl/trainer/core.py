@@ -276,7 +276,7 @@ class Run:
     reward_model: RewardModel | None
     engines: Engines
     source: Source
-    judge: LocalJudge | None = None  # None: the run's engine judges nothing
+    judge: LocalJudge | None = None  # None: no judge is on the run's devices
 
 
 def sampling_seed(seed: int, step: int, *, validation: bool, draw: int = 0) -> int:

@@ -612,7 +612,28 @@ WRONG = [
     ),
     (
         dict(reward__functions=("judge",), reward__judge__max_prompt_len=512),
-        "is for a judge on the run's own engine",
+        "is for a judge on the run's devices; set reward.judge.weights=",
+    ),
+    (
+        dict(reward__functions=("judge",), reward__judge__path="judge", reward__judge__n_pages=4),
+        "reward.judge.path='judge', reward.judge.n_pages=4 but reward.judge.weights='server' reads",
+    ),
+    (
+        dict(
+            reward__functions=("judge",),
+            reward__judge__weights="checkpoint",
+            reward__judge__rubric="r.yaml",
+            reward__judge__max_prompt_len=512,
+            reward__judge__max_verdict_len=64,
+            reward__judge__n_pages=8,
+            schedule__mode="partial",
+            learner__offload=("judge",),
+        ),
+        "reward.judge.weights='checkpoint' but reward.judge.path is empty",
+        "n_pages=8 holds no request and verdict of 576 tokens",
+        "rollout.page_len=64; set at least 9, or 0",
+        "schedule.mode='partial' does not leave; set schedule.mode='sync', or serve the judge with",
+        "the run has no reward.judge.path; leave out 'judge'",
     ),
     (dict(data__pool_memory=0.9), "data.pool_memory=0.9 but data.pool_weights=()"),
     (

@@ -26,7 +26,7 @@ from jaxrl.planner.topology import Topology
 from sharding import make_mesh
 from tests.models.resized import resized
 from tests.planner.tiny_job import GIB, LENGTHS, MESH, OFFLOADS, SMALL, job, machine
-from tests.planner.tiny_run import TINY, run
+from tests.planner.tiny_run import JUDGE, TINY, run
 
 
 def test_estimated_memory_follows_the_remat_policy():
@@ -264,7 +264,8 @@ def test_replicas_may_share_optimizer_state_and_gradients():
     [
         (dict(algorithm__advantage="gae", critic__path="critic"), "critic"),
         (dict(algorithm__teacher="teacher"), "teacher"),
-        (dict(reward_model__path="judge"), "reward_model"),
+        (dict(reward_model__path="scorer"), "reward_model"),
+        (JUDGE, "judge"),
     ],
 )
 def test_estimates_include_the_model_of_a_role(changes, role):

@@ -8,6 +8,16 @@ TINY = uniform_decoder(
     "qwen2", L=2, D=64, N=4, K=2, H=16, F=128, V=256, tied=True, qkv_bias=True, stacked=True
 )
 
+JUDGE = dict(  # a second model that judges, of 256 tokens at a time
+    reward__functions=("judge",),
+    reward__judge__weights="checkpoint",
+    reward__judge__path="judge",
+    reward__judge__rubric="rubric.yaml",
+    reward__judge__max_prompt_len=192,
+    reward__judge__max_verdict_len=64,
+    reward__judge__max_num_seqs=4,
+)
+
 
 def run(**changes) -> RunConfig:
     """The config with changes such as `rollout__n=2`."""
@@ -22,6 +32,8 @@ def run(**changes) -> RunConfig:
     config.rollout.max_num_seqs, config.rollout.max_num_batched_tokens = 8, 512
     config.algorithm.kl_coef = 0.01
     for name, value in changes.items():
-        section, key = name.split("__")
-        config[section][key] = value
+        section, (*path, key) = config, name.split("__")
+        for part in path:
+            section = section[part]
+        section[key] = value
     return resolve(config, n_devices=8)

@@ -11,6 +11,7 @@ from jaxrl.rewards.model_judge import verdicts
 from jaxrl.rewards.model_judge.judge import judge
 from jaxrl.rewards.model_judge.rubric import read_rubric
 from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.settings import call_settings
 from jaxrl.types import Prompt, Rollout
 
 RUBRIC = """
@@ -73,6 +74,28 @@ def test_the_score_is_the_weighted_mean_of_the_criteria_on_their_scales(serve, r
     assert "2 + 2?" in user and "<reference_answer>\nfour" in user
     assert "<response>\n4\n</response>" in user
     assert (body["temperature"], body["max_tokens"]) == (0.0, 1024)
+
+
+def test_a_judge_on_the_devices_has_a_name_in_the_cache(serve, rubric, tmp_path):
+    """The URL of a run's own endpoint is another one in every process."""
+    first, second = serve(completion(GOOD)), serve(completion(GOOD))
+    options = dict(cache=str(tmp_path / "judge"), cache_name="reference")
+    ask(first.url, rubric, **options)
+    found = ask(second.url, rubric, **options)
+    assert nonzero(found["counts"]) == {"cached": 1} and found["score"] == GOOD_SCORE
+    assert len(first.requests) == 1 and not second.requests
+    assert nonzero(ask(second.url, rubric, response="5", **options)["counts"])["requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "kept", "name"),
+    [("server", True, ""), ("reference", True, "reference"), ("policy", False, "policy")],
+)
+def test_verdicts_of_current_weights_are_not_kept(tmp_path, weights, kept, name):
+    cfg = RewardConfig(functions=("judge",), judge=JudgeConfig(weights=weights))
+    (settings,) = call_settings(cfg, tmp_path)
+    assert settings.options["cache"] == (str(tmp_path / "judge") if kept else "")
+    assert settings.options["cache_name"] == name
 
 
 def test_the_judge_sees_no_thinking_but_the_turns_of_an_episode(serve, rubric):

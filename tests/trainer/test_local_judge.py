@@ -39,6 +39,7 @@ def judged_config(tiny_config, tmp_path, long_context):
     judge = config.reward.judge
     judge.weights, judge.rubric, judge.explain = "policy", str(path), False
     judge.max_prompt_len, judge.max_verdict_len, judge.attempts = 1400, 128, 1
+    judge.cache = False
     config.total_steps, config.data.prompts_per_step, config.rollout.n = 2, 2, 2
     config.learner.lr, config.checkpoint.every = 1e-2, 0
     return config
@@ -78,6 +79,27 @@ def test_the_base_of_adapters_is_a_frozen_judge_and_the_policy_one_that_moves(
         before, after = found["reference", merge]
         assert before == after == initial
     assert found["policy", False][1] != initial
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_the_reference_of_a_kl_is_a_frozen_judge(judged_config, tmp_path, fsdp):
+    """Its verdicts before and after two steps; with two devices the engine reads a copy."""
+    config, own = judged_config, tmp_path / "own.py"
+    own.write_text(VARIED)
+    config.reward.functions = ("judge", f"{own}:varied")
+    config.reward.judge.weights, config.algorithm.kl_coef = "reference", 0.1
+    config.mesh.fsdp = fsdp
+    with open_run(resolve(config)) as run:
+        rollouts = sample(run, list(run.core.val)[:4])[0]
+        before = verdicts(run, rollouts)
+        assert run_to_end(run, train_step, validate)
+        assert verdicts(run, rollouts) == before
+    assert all(score is not None and not error for score, error in before)
+    steps = [m for m in metrics(config.run_dir) if "reward/mean" in m]
+    assert len(steps) == 2 and all(m["reward/judge/requests"] == 4 for m in steps)
+    assert all(m["reward/judge/failures"] == 0 for m in steps)
+    assert steps[1]["loss/kl"] > 0  # the policy has moved
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Rules between the keys of judges, on a server and on the run's own engine."""
+"""Rules between the keys of judges, on a server and on the devices of the run."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from jaxrl.config.schema import flatten, to_dict
 
 _JUDGES = ("judge", "judge_pairs")
 _OF_PAIRS = (".against", ".opponents", ".swap")
+_OF_CHECKPOINTS = (".path", ".dtype", ".chat_template", ".max_num_seqs", ".n_pages")
 _JUDGE_EXAMPLES = {
     "url": "http://judge:8000/v1",
     "model": "Qwen/Qwen3-32B",
@@ -38,12 +39,18 @@ def judge_errors(run: RunConfig) -> list[str]:
             f"{', '.join(only_pairs)} but reward.functions={run.reward.functions} has no "
             "'judge_pairs'; add it, or omit these keys"
         )
+    own = [text for text in changed if text.split("=")[0].endswith(_OF_CHECKPOINTS)]
+    if own and judge.weights != "checkpoint":
+        errors.append(
+            f"{', '.join(own)} but reward.judge.weights={judge.weights!r} reads no checkpoint; set "
+            "it to 'checkpoint', or omit these keys"
+        )
     if judge.is_local:
-        errors += _engine_errors(run)
+        errors += _device_errors(run)
     elif judge.max_prompt_len:
         errors.append(
-            f"reward.judge.max_prompt_len={judge.max_prompt_len} is for a judge on the run's own "
-            "engine; set reward.judge.weights='reference' or 'policy', or omit it"
+            f"reward.judge.max_prompt_len={judge.max_prompt_len} is for a judge on the run's "
+            "devices; set reward.judge.weights='reference', 'policy' or 'checkpoint', or omit it"
         )
     for function in judges:
         given = {"url": judge.url, "model": judge.model, "rubric": judge.rubric} | options(function)
@@ -93,15 +100,15 @@ def _pair_errors(run: RunConfig, given: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_judge_errors(run: RunConfig) -> list[str]:
-    """A judge on the engine of a run that does not train."""
+    """A judge on the devices of a run that does not train."""
     weights = run.reward.judge.weights
     if not run.reward.judge.is_local:
         return []
     return [f"reward.judge.weights={weights!r} is for training; in jaxrl.evaluate {_SERVE}"]
 
 
-def _engine_errors(run: RunConfig) -> list[str]:
-    """Rules of a judge on the run's own engine."""
+def _device_errors(run: RunConfig) -> list[str]:
+    """Rules of a judge on the run's devices."""
     judge, errors = run.reward.judge, []
     key = f"reward.judge.weights={judge.weights!r}"
     if not judge.max_prompt_len:
@@ -113,19 +120,42 @@ def _engine_errors(run: RunConfig) -> list[str]:
         errors.append(f"{key} reads no reward.judge.url and model; omit them, or the weights")
     if importlib.util.find_spec("llguidance") is None:
         errors.append(f"{key} needs the package llguidance: {install_advice('grammar')}")
-    others = {
+    needs: dict[str, tuple[Any, Any]] = {
         "schedule.mode": (run.schedule.mode, "sync"),
         "schedule.rollout_workers": (run.schedule.rollout_workers, 0),
-        "rollout.release_kv": (run.rollout.release_kv, False),
-        "learner.offload": (run.learner.offload, ()),
     }
+    if judge.on_own_engine:
+        needs |= {
+            "rollout.release_kv": (run.rollout.release_kv, False),
+            "learner.offload": (run.learner.offload, ()),
+        }
     errors += [
         f"{key} needs the engine and its weights while rewards are computed, which "
         f"{name}={value!r} does not leave; set {name}={needed!r}, or {_SERVE}"
-        for name, (value, needed) in others.items()
+        for name, (value, needed) in needs.items()
         if value != needed
     ]
+    if judge.weights == "checkpoint":
+        return [*errors, *_checkpoint_errors(run)]
     return [*errors, *_reference_errors(run)] if judge.weights == "reference" else errors
+
+
+def _checkpoint_errors(run: RunConfig) -> list[str]:
+    """Rules of a judge with a separate model."""
+    judge, errors = run.reward.judge, []
+    if not judge.path:
+        errors.append(
+            "reward.judge.weights='checkpoint' but reward.judge.path is empty; set the folder or "
+            "hub id of the judge's model"
+        )
+    needed = -(-judge.max_len // run.rollout.page_len)
+    if 0 < judge.n_pages < needed:
+        errors.append(
+            f"reward.judge.n_pages={judge.n_pages} holds no request and verdict of "
+            f"{judge.max_len} tokens (reward.judge.max_prompt_len + max_verdict_len) in pages of "
+            f"rollout.page_len={run.rollout.page_len}; set at least {needed}, or 0"
+        )
+    return errors
 
 
 def _reference_errors(run: RunConfig) -> list[str]:
@@ -148,6 +178,12 @@ def _reference_errors(run: RunConfig) -> list[str]:
             f"{key} needs initial weights, which this run does not keep; set "
             f"algorithm.kl_coef above 0 (it is {algorithm.kl_coef}), train adapters (lora.rank), "
             f"or {_SERVE}"
+        ]
+    sizes = {name: getattr(run.ref, name) for name in ("stage", "sequence", "tensor")}
+    if other := {f"ref.{k}": n for k, n in sizes.items() if n not in (0, getattr(run.mesh, k))}:
+        return [
+            f"{key} reads the reference in the sharding of training, but the run sets "
+            f"{', '.join(f'{name}={n}' for name, n in other.items())}; set 0, or {_SERVE}"
         ]
     if algorithm.ref_refresh_every:
         return [

@@ -52,6 +52,7 @@ def _offload_errors(run: RunConfig) -> list[str]:
     absent = {
         "critic": "" if separate else "has no separate critic",
         "reward_model": "" if run.reward_model.path else "has no reward_model.path",
+        "judge": "" if run.reward.judge.path else "has no reward.judge.path",
     }
     errors = [
         f"learner.offload={run.learner.offload}, but the run {absent[role]}; leave out {role!r}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrl.config.choices import JUDGE_WEIGHTS, OPPONENTS
+from jaxrl.config.choices import BASE_DTYPES, JUDGE_WEIGHTS, OPPONENTS
 from jaxrl.config.schema import key
 
 
@@ -16,13 +16,37 @@ class JudgeConfig:
     weights: str = key(
         "server",
         "The judge: server = the model at url; on the run's own engine: policy = the current "
-        "weights, reference = the initial ones, which a KL or adapters keep",
+        "weights, reference = the initial ones, which a KL or adapters keep; checkpoint = the "
+        "model at path, with an engine on the run's devices",
         choices=JUDGE_WEIGHTS,
+    )
+    path: str = key(
+        "",
+        "Folder or hub id of the model of weights = checkpoint, which may be of another family "
+        "and have another tokenizer than the policy",
+    )
+    dtype: str = key(
+        "auto",
+        "weights = checkpoint: storage of the matrices of its layers: auto (model.dtype), int8 "
+        "with a scale per output, or nf4",
+        choices=BASE_DTYPES,
+    )
+    chat_template: str = key(
+        "", "weights = checkpoint: as data.chat_template, of the judge; '' = the checkpoint's"
+    )
+    max_num_seqs: int = key(
+        16, "weights = checkpoint: maximum verdicts decoded together by one engine replica", ge=1
+    )
+    n_pages: int = key(
+        0,
+        "weights = checkpoint: KV pages per replica of its engine; 0 = those of max_num_seqs "
+        "verdicts of maximum length",
+        ge=0,
     )
     max_prompt_len: int = key(
         0,
         "Maximum length in tokens of the rubric, conversation and responses that a judge on the "
-        "run's own engine reads; 0 with a server",
+        "run's devices reads; 0 with a server",
         ge=0,
     )
     model: str = key("", "Name of the judge's model at the server")
@@ -71,5 +95,15 @@ class JudgeConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether the run's own engine is the judge."""
+        """Whether the judge is on the run's devices."""
         return self.weights != "server"
+
+    @property
+    def on_own_engine(self) -> bool:
+        """Whether the engine of the rollouts is the judge."""
+        return self.weights in ("policy", "reference")
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a request and its verdict together, on the run's devices."""
+        return self.max_prompt_len + self.max_verdict_len

@@ -93,8 +93,8 @@ class LearnerConfig:
         (),
         "State kept in host memory between uses: optimizer (moments and master weights), gradients "
         "(their float32 sums, between micro-batches), and the weights of policy (during rollouts "
-        "that read a copy), reference, critic (a separate one) and reward_model. Frees device "
-        "memory at the cost of transfers in every use",
+        "that read a copy), reference, critic (a separate one), reward_model and judge (whose KV "
+        "pages are freed, too). Frees device memory at the cost of transfers in every use",
         choices=OFFLOADS,
     )
     zero: int = key(

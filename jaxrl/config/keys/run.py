@@ -9,7 +9,7 @@ from jaxrl.config.keys.data import DataConfig, EnvConfig, RewardConfig, RewardMo
 from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig, ScoringConfig
 from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
 from jaxrl.config.keys.lora import LoRAConfig
-from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig
+from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.keys.self_distillation import SelfDistillationConfig
 from jaxrl.config.keys.teacher_endpoint import TeacherEndpointConfig
@@ -114,8 +114,7 @@ class RunConfig:
     def engine_len(self) -> int:
         """Maximum length of a sequence in the engine: rollouts, and verdicts of a judge there."""
         judge = self.reward.judge
-        verdict_len = judge.max_prompt_len + judge.max_verdict_len if judge.is_local else 0
-        return max(self.data.max_len, verdict_len)
+        return max(self.data.max_len, judge.max_len if judge.on_own_engine else 0)
 
     @property
     def sequences_per_step(self) -> int:
@@ -192,6 +191,39 @@ class RunConfig:
             model=dataclasses.replace(self.model, path=reward_model.path),
             mesh=dataclasses.replace(self.mesh, stage=stage),
             learner=learner,
+        )
+
+    @property
+    def judge_run(self) -> "RunConfig":
+        """The run with the model, lengths and engine of a judge from reward.judge.path.
+
+        Its rollout is the judging; it has no adapters, and no judge.
+        """
+        judge = self.reward.judge
+        pages_per_verdict = -(-judge.max_len // self.rollout.page_len)
+        rollout = dataclasses.replace(
+            self.rollout,
+            dtype="auto",
+            sampling=SamplingConfig(),
+            max_num_seqs=judge.max_num_seqs,
+            n_pages=judge.n_pages or judge.max_num_seqs * pages_per_verdict,
+            spec_tokens=0,
+        )
+        data = dataclasses.replace(
+            self.data,
+            max_prompt_len=judge.max_prompt_len,
+            max_response_len=judge.max_verdict_len,
+        )
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, path=judge.path),
+            lora=LoRAConfig(base_dtype=judge.dtype),
+            data=data,
+            rollout=rollout,
+            algorithm=AlgorithmConfig(),
+            learner=dataclasses.replace(self.learner, router_replay="off"),
+            critic=CriticConfig(),
+            reward=RewardConfig(),
         )
 
     def n_steps(self, n_prompts: int) -> int:

@@ -298,11 +298,14 @@ class ModelRunner:
         else:
             self.read(self.decode(params, none, bucket, variant, n_steps=0, exit_at=0))
 
-    def lower_largest(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
-        """`lower` of the largest program of a kind, for rollouts: without adjustments."""
+    def lower_largest(
+        self, params: Tree, n_pages: int, kind: str, *, adjusted: bool = False
+    ) -> jax.stages.Lowered:
+        """`lower` of the largest program of a kind; rollouts have no adjustments, judges have."""
         buckets = self.shapes.decode_buckets if kind == "decode" else self.shapes.prefill_buckets
         bucket = COPIES_PER_CALL if kind in COPIES else buckets[-1]
-        variant = Variant(filtered=self._filters_rollouts)
+        filtered = bool(self._filters) if adjusted else self._filters_rollouts
+        variant = Variant(adjusted, filtered)
         return self.lower(params, n_pages, Dispatch(kind, bucket, variant))
 
     def lower(self, params: Tree, n_pages: int, program: Dispatch) -> jax.stages.Lowered:

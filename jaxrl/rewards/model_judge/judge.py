@@ -4,67 +4,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.json_text import Json, Message
+from jaxrl.rewards.model_judge.options import JudgeOptions, takes_options
 from jaxrl.rewards.model_judge.request import render, request_body
 from jaxrl.rewards.model_judge.rubric import read_rubric
-from jaxrl.rewards.model_judge.verdicts import (
-    JudgeServer,
-    api_key,
-    cached_rubric,
-    verdicts_of,
-)
+from jaxrl.rewards.model_judge.verdicts import api_key, cached_rubric, verdicts_of
 from jaxrl.rewards.verifiers.ground_truth import as_text
 
 
+@takes_options(JudgeOptions)
 async def judge(
     solution_str: str,
     ground_truth: Any,
     extra_info: dict[str, Any],
     conversation: Sequence[Message],
     *,
-    url: str,
-    model: str,
-    rubric: str,
-    reference: str = "",
-    thinking: bool = False,
-    explain: bool = True,
-    temperature: float = 0.0,
-    max_tokens: int = 1024,
-    request_s: float = 60.0,
-    attempts: int = 3,
-    requests: int = 16,
-    api_key_env: str = "",
-    cache: str = "",
-    prompt_price: float = 0.0,
-    completion_price: float = 0.0,
+    options: JudgeOptions,
 ) -> dict[str, Any]:
     """The score from 0 to 1, the verdict by criterion, and counts of requests and tokens.
 
-    The options are the keys of reward.judge; `cache` is a folder or "". Raises RewardFailed if no
-    attempt gives a valid verdict.
+    Raises RewardFailed if no attempt gives a valid verdict.
     """
-    criteria = cached_rubric(rubric)
+    criteria, column = cached_rubric(options.rubric), options.reference
     body = request_body(
         criteria,
-        model=model,
         conversation=conversation,
-        response=judged_text(solution_str, extra_info, thinking),
-        reference=reference_text(reference, ground_truth, extra_info) if reference else None,
-        explain=explain,
-        temperature=temperature,
-        max_tokens=max_tokens,
+        response=judged_text(solution_str, extra_info, options.thinking),
+        reference=reference_text(column, ground_truth, extra_info) if column else None,
+        **options.request,
     )
-    server = JudgeServer(
-        url=url,
-        model=model,
-        api_key_env=api_key_env,
-        request_s=request_s,
-        requests=requests,
-        attempts=attempts,
-        cache=cache,
-        prompt_price=prompt_price,
-        completion_price=completion_price,
-    )
-    found = await verdicts_of(server).verdict(body, criteria.read_verdict)
+    found = await verdicts_of(options.server).verdict(body, criteria.read_verdict)
     result: Json = {**found.value, "score": criteria.score(found.value), "counts": found.counts}
     return result if found.latency_s is None else result | {"latency_s": found.latency_s}
 

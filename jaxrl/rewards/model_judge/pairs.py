@@ -18,11 +18,11 @@ from typing import Any
 from jaxrl.json_text import Json, Message
 from jaxrl.rewards.calls import RewardFailed
 from jaxrl.rewards.model_judge.judge import judged_text, reference_text
+from jaxrl.rewards.model_judge.options import PairOptions, takes_options
 from jaxrl.rewards.model_judge.request import pair_body
 from jaxrl.rewards.model_judge.rubric import Rubric
 from jaxrl.rewards.model_judge.verdicts import (
     COUNTS,
-    JudgeServer,
     Verdict,
     Verdicts,
     cached_rubric,
@@ -48,69 +48,37 @@ class Comparison:
     reason: str = ""  # why there is none
 
 
+@takes_options(PairOptions)
 async def judge_pairs(
     group_strs: Sequence[str],
     ground_truth: Any,
     extra_infos: Sequence[dict[str, Any]],
     conversation: Sequence[Message],
     *,
-    url: str,
-    model: str,
-    rubric: str,
-    reference: str = "",
-    thinking: bool = False,
-    explain: bool = True,
-    temperature: float = 0.0,
-    max_tokens: int = 1024,
-    request_s: float = 60.0,
-    attempts: int = 3,
-    requests: int = 16,
-    api_key_env: str = "",
-    cache: str = "",
-    prompt_price: float = 0.0,
-    completion_price: float = 0.0,
-    opponents: int = 0,
-    against: str = "group",
-    swap: bool = True,
+    options: PairOptions,
 ) -> list[dict[str, Any] | RewardFailed]:
     """The win rate of each response, by criterion and in total, and counts; 0 to 1.
 
-    The options are the keys of reward.judge. A pair with a failed request is left out. A response
-    without a pair has a RewardFailed. Raises ValueError for a response without an opponent.
+    A pair with a failed request is left out. A response without a pair has a RewardFailed. Raises
+    ValueError for a response without an opponent.
     """
-    criteria = cached_rubric(rubric)
+    criteria, column = cached_rubric(options.rubric), options.reference
     texts = [
-        judged_text(text, extra, thinking)
+        judged_text(text, extra, options.thinking)
         for text, extra in zip(group_strs, extra_infos, strict=True)
     ]
-    answer = reference_text(reference, ground_truth, extra_infos[0]) if reference else None
-    if against == "reference":
+    answer = reference_text(column, ground_truth, extra_infos[0]) if column else None
+    if options.against == "reference":
         pairs = [(i, len(texts)) for i in range(len(texts))]
         compared, shown = [*texts, answer or ""], None
     else:
-        pairs, compared, shown = draw_pairs(texts, conversation, opponents), texts, answer
-    server = JudgeServer(
-        url=url,
-        model=model,
-        api_key_env=api_key_env,
-        request_s=request_s,
-        requests=requests,
-        attempts=attempts,
-        cache=cache,
-        prompt_price=prompt_price,
-        completion_price=completion_price,
-    )
+        pairs = draw_pairs(texts, conversation, options.opponents)
+        compared, shown = texts, answer
     body = functools.partial(
-        pair_body,
-        criteria,
-        model=model,
-        conversation=conversation,
-        reference=shown,
-        explain=explain,
-        temperature=temperature,
-        max_tokens=max_tokens,
+        pair_body, criteria, conversation=conversation, reference=shown, **options.request
     )
-    judge = PairJudge(criteria, verdicts_of(server), asyncio.Semaphore(requests), swap=swap)
+    free = asyncio.Semaphore(options.requests)
+    judge = PairJudge(criteria, verdicts_of(options.server), free, swap=options.swap)
     bodies = [
         [body(first=compared[i], second=compared[j]) for i, j in ((a, b), (b, a))] for a, b in pairs
     ]

@@ -50,6 +50,7 @@ class JudgeServer:
     requests: int
     attempts: int
     cache: str  # folder; "" = none
+    cache_name: str  # of the server in the cache; "" = url
     prompt_price: float  # of a million tokens
     completion_price: float
 
@@ -76,7 +77,7 @@ class Verdicts:
         """
         if self._cache is None:
             return await self._request(body, read, "")
-        key = content_key(self._server.url, body)
+        key = content_key(self._server.cache_name or self._server.url, body)
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             if text := self._cache.get(key):

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxrl.config.keys import DataConfig
+from jaxrl.data.running_mean import running_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,5 +52,4 @@ class LengthStage:
         return found if data.length_stages else {}
 
     def _mean(self, old: float, new: float, data: DataConfig) -> float:
-        memory = data.length_memory if self.n_steps else 0.0
-        return memory * old + (1 - memory) * new
+        return running_mean(old if self.n_steps else None, new, data.length_memory)

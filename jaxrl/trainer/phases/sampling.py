@@ -15,6 +15,7 @@ from jaxrl.data.iterator import PromptOutcome
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout
 from jaxrl.learner.reward_model import RewardModel
+from jaxrl.rollout.local_judge import LocalJudge
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.rewards import (
@@ -26,7 +27,7 @@ from jaxrl.trainer.phases.rewards import (
     valid_groups,
     valid_samples,
 )
-from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
+from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout, Tree
 from sharding import hosts, to_device, to_host
 
 REFERENCE_VERSION = -1  # of the engine's KV with the initial weights: no version of the policy
@@ -248,19 +249,32 @@ def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> li
 
 
 def judged(run: Run, rollouts: Sequence[Rollout]) -> list[Reward]:
-    """The rewards of the functions, while the run's engine answers their requests to a judge."""
-    core, judge = run.core, run.judge
-    assert judge is not None and isinstance(run.engines.layout, Layout)
+    """The rewards of the functions, while a judge on the run's devices answers their requests."""
+    judge = run.judge
+    assert judge is not None
     ticket, found = run.rewards.submit(rollouts), dict[int, list[Reward]]()
 
     def done() -> bool:
         found.update(run.rewards.collect(wait=False))
         return ticket in found
 
-    is_policy = core.cfg.reward.judge.weights == "policy"
-    with run.engines.layout.weights(core.judge_params, core.clock.timed("reshard")) as params:
-        judge.serve(params, core.clock.step if is_policy else REFERENCE_VERSION, done)
+    with judge_weights(run, judge) as (params, version):
+        judge.serve(params, version, done)
     return found[ticket]
+
+
+@contextlib.contextmanager
+def judge_weights(run: Run, judge: LocalJudge) -> Iterator[tuple[Tree, int]]:
+    """(weights of a judge on the mesh of its engine, their version)."""
+    core, layout = run.core, run.engines.layout
+    if judge.model is not None:
+        with judge.model.weights() as params:
+            yield params, 0
+        return
+    assert isinstance(layout, Layout), "schedule.rollout_workers=0"
+    is_policy = core.cfg.reward.judge.weights == "policy"
+    with layout.weights(core.judge_params, core.clock.timed("reshard")) as params:
+        yield params, core.clock.step if is_policy else REFERENCE_VERSION
 
 
 def score(

@@ -17,6 +17,7 @@ from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.engines import Engines, generating_processes
+from jaxrl.rollout.judge_model import load_judge
 from jaxrl.rollout.local_judge import LocalJudge
 from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.multi_turn import EpisodeLimits
@@ -81,9 +82,19 @@ def open_engines(
 
 
 def open_local_judge(host: HostSide, engines: Engines) -> LocalJudge | None:
-    """The judge on the engine of the run; None if there is none."""
+    """The judge on the devices of the run; None if there is none.
+
+    Loads the model of reward.judge.path if it is set.
+    """
     if host.judge is None:
         return None
+    cfg, models = host.session.cfg, host.models
+    if (folder := models.folders.judge) is not None:
+        assert models.judge is not None, "a judge's folder has a renderer"
+        eos_ids = stop_ids(folder, models.judge.tokenizer)
+        with host.session.progress.waiting(f"loading the judge {cfg.reward.judge.path}"):
+            model = load_judge(cfg, folder, eos_ids)
+        return LocalJudge(host.judge, model.engine, models.judge, eos_ids, model)
     assert isinstance(engines.engine, PagedEngine), "schedule.rollout_workers=0"
     return LocalJudge(host.judge, engines.engine, engines.renderer, engines.eos_ids)
 

@@ -27,6 +27,7 @@ from jaxrl.data.tokenizer import stop_ids
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.learner.requirements import teacher_top_k
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.files.hf_load import model_config
 from jaxrl.rewards.functions import need_answer
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.worker_thread import OwnFunctions
@@ -54,7 +55,7 @@ class HostSide:
     val: Sequence  # validation items
     iterator: Batches | None = None  # None in an evaluation
     rewards: RewardPool | None = None  # None in offline training
-    judge: JudgeEndpoint | None = None  # None: the run's engine judges nothing
+    judge: JudgeEndpoint | None = None  # None: no judge is on the run's devices
     environments: Environments | None = None
     demonstrations: StepItems[Demonstration] | None = None  # of an RL run that trains on them
     # Teachers at servers, by index among all
@@ -85,7 +86,7 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
         check_teacher_texts(cfg, iterator.items, models.decoder)
         check_teacher_sources(cfg, iterator.items)
         endpoints = open_endpoints(cfg, models)
-        judge = open_judge(session, models.decoder)
+        judge = open_judge(session, models)
         rewards = open_rewards(session, models, iterator.items, val, own, judge)
         environments = open_environments(cfg, session.stack, models.images)
     host = HostSide(
@@ -145,7 +146,7 @@ def open_rewards(
     decode = functools.partial(models.renderer.decode, skip_special=False)
     cfg = session.cfg.reward
     if judge is not None:
-        local = dataclasses.replace(cfg.judge, url=judge.url, model=cfg.judge.weights)
+        local = dataclasses.replace(cfg.judge, url=judge.url, model=judge_name(session.cfg))
         cfg = dataclasses.replace(cfg, judge=local)
     rewards = session.stack.enter_context(
         RewardPool(cfg, decode, own=own, run_folder=session.cfg.run_path)
@@ -155,18 +156,33 @@ def open_rewards(
     return rewards
 
 
-def open_judge(session: Session, decoder: DecoderConfig) -> JudgeEndpoint | None:
-    """The endpoint of a judge on the run's own engine; None if the judge is a server.
+def judge_name(cfg: RunConfig) -> str:
+    """The name of a judge on the run's devices: all that its verdicts depend on, for their cache.
+
+    Except for the files of its folder, which stay as they are.
+    """
+    judge, rollout = cfg.reward.judge, cfg.rollout
+    weights = (judge.path, judge.dtype) if judge.path else (cfg.model.path, cfg.lora.base_dtype)
+    dtypes = (cfg.model.dtype, rollout.dtype, rollout.kv_dtype)
+    templates = (judge.chat_template, cfg.data.chat_template, str(cfg.data.template_kwargs))
+    return " ".join((judge.weights, *weights, *dtypes, *templates, cfg.data.today))
+
+
+def open_judge(session: Session, models: Models) -> JudgeEndpoint | None:
+    """The endpoint of a judge on the run's devices; None if the judge is a server.
 
     Raises ValueError for a run of several processes, whose engines are in step, and for requests
     that are longer than the model's context.
     """
-    cfg = session.cfg
+    cfg, folder = session.cfg, models.folders.judge
     if not cfg.reward.judge.is_local:
         return None
-    if cfg.engine_len > decoder.context_len:
+    run, decoder = cfg, models.decoder
+    if folder is not None:
+        run, decoder = cfg.judge_run, model_config(folder)
+    if run.engine_len > decoder.context_len:
         raise ValueError(
-            f"a judge's prompt and verdict may take {cfg.engine_len} tokens, the model supports "
+            f"a judge's prompt and verdict may take {run.engine_len} tokens, the model supports "
             f"{decoder.context_len}; lower config.reward.judge.max_prompt_len or "
             "config.reward.judge.max_verdict_len"
         )

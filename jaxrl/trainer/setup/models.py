@@ -43,6 +43,7 @@ class ModelFolders:
     critic: Path  # the policy's folder unless critic.path is set
     teachers: Mapping[str, Path]  # those on the devices by role: "teacher", "teacher_2", ...
     reward_model: Path | None
+    judge: Path | None  # of weights = "checkpoint"
     teacher_tower: TowerConfig | None = None  # None: a teacher reads the policy's features
 
     @property
@@ -55,6 +56,8 @@ class ModelFolders:
         folders = {"critic": self.critic, "teacher": self.reference, **self.teachers}
         if self.reward_model is not None:
             folders["reward_model"] = self.reward_model
+        if self.judge is not None:
+            folders["judge"] = self.judge
         found = {name: model_config(folder) for name, folder in folders.items()}
         teacher = dataclasses.replace(found["teacher"], tower=self.teacher_tower)
         return found | {"teacher": teacher}
@@ -69,6 +72,7 @@ class Models:
     renderer: ChatRenderer
     images: ImageReader | None  # None: the run has no images
     tower: TowerConfig | None  # that computes their features
+    judge: ChatRenderer | None = None  # of reward.judge.path
 
 
 def open_models(cfg: RunConfig, progress: Progress) -> Models:
@@ -86,6 +90,7 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
                 for role, teacher in model_teachers(cfg.algorithm).items()
             },
             reward_model=resolve_optional("reward_model.path", cfg.reward_model.path),
+            judge=resolve_optional("reward.judge.path", cfg.reward.judge.path),
         )
     with hosts.raise_together():
         decoder = model_config(policy)
@@ -101,7 +106,8 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         for role, teacher in model_teachers(cfg.algorithm).items():
             check_teacher(cfg, teacher, folders.teachers[role], renderer.tokenizer, decoder)
         check_adapters(cfg, folders, decoder)
-    return Models(folders, decoder, renderer, images, tower)
+        judge = None if folders.judge is None else open_judge_text(cfg, folders.judge)
+    return Models(folders, decoder, renderer, images, tower, judge)
 
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
@@ -132,6 +138,25 @@ def open_text(
     if data.chat_template:  # a checkpoint's own template belongs to its tokenizer
         warn_of_endless_turns(renderer, stop_ids(folder, tokenizer), cfg.rollout.sampling)
     return renderer, images
+
+
+def open_judge_text(cfg: RunConfig, folder: Path) -> ChatRenderer:
+    """The tokenizer and the chat template of a judge from reward.judge.path.
+
+    Raises ValueError if its template rejects a system message, which has the rubric.
+    """
+    judge = cfg.reward.judge
+    tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
+    check_tokenizer(tokenizer, model_config(folder).V)
+    renderer = ChatRenderer(tokenizer, template=judge.chat_template, today=cfg.data.date)
+    try:
+        renderer.render([{"role": role, "content": "?"} for role in ("system", "user")])
+    except ValueError as error:
+        raise ValueError(
+            f"config.reward.judge.path={judge.path}: its chat template renders no request to a "
+            f"judge, a system and a user message ({error}); set config.reward.judge.chat_template"
+        ) from error
+    return renderer
 
 
 def warn_of_endless_turns(

@@ -69,6 +69,9 @@ def warm_up(run: Run, threads: CompileThreads) -> None:
     core = run.core
     with core.session.progress.waiting("compiling all programs"):
         add_training(threads, rl_models(run))
+        if run.judge is not None and (judge := run.judge.model) is not None:
+            with judge.weights() as params, core.session.stop.agreed():
+                judge.engine.warmup(params, threads)
         with run.engines.layout.weights(core.state.params) as params, core.session.stop.agreed():
             run.engines.engine.warmup(params, threads)
     end_rollouts(run)
