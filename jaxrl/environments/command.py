@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl.config.agent_command import PLACEHOLDER, command_words
 from jaxrl.json_text import parse_json
+from jaxrl.tool_calls.chat_message import content_text
 
 _OUTPUT_CHARS = 2000  # of a failed program that are shown
 _LINE_BYTES = 1 << 16  # of the output's end that are read
@@ -47,7 +48,7 @@ class CommandAgent:
             values = {
                 "base_url": base_url,
                 "api_key": api_key,
-                "prompt": _text(task["messages"][-1]["content"]),
+                "prompt": content_text(task["messages"][-1]["content"]),
                 "task": str(path),
                 "seed": str(task["seed"]),
                 "folder": str(empty),
@@ -62,13 +63,6 @@ class CommandAgent:
                     stderr=subprocess.STDOUT,
                 ).returncode
             return _result(status, _end(output))
-
-
-def _text(content: Any) -> str:
-    """The text of a message's content, which may be a list of parts."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
 
 
 def _end(path: pathlib.Path) -> str:

@@ -68,13 +68,22 @@ def parse_or_none(text: str) -> Any:
         return None
 
 
+def content_text(content: str | list[Any]) -> str:
+    """The text of a message's content, which may be a list of parts. Images have none."""
+    return content if isinstance(content, str) else "".join(_texts(content))
+
+
 def joined_text(parts: list[Any]) -> str | None:
     """The text of a list of content parts; None if one of them is not text."""
-    texts = [
+    texts = _texts(parts)
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
+def _texts(parts: list[Any]) -> list[str]:
+    return [
         part["text"]
         for part in parts
         if isinstance(part, Mapping)
         and part.get("type") == "text"
         and isinstance(part.get("text"), str)
     ]
-    return "".join(texts) if len(texts) == len(parts) else None

@@ -187,7 +187,7 @@ def test_the_size_of_an_agents_request_counts_all_of_its_fields(case):
     limits = AgentLimits(context_len=1000, max_turns=3, timeout_s=0.0, needs_reward=False)
     prompt = Prompt(0, request.messages[:1], np.zeros(1, np.int32), "")
     episode = AgentEpisode(prompt, 0, seed=0, limits=limits)
-    with pytest.raises(RequestError, match=r"characters and the context is 1000 tokens"):
+    with pytest.raises(RequestError, match=r"is 1000 tokens .* characters; shorten"):
         episode.place_turn(request)
 
 

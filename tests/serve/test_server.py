@@ -727,7 +727,7 @@ def test_the_model_has_its_name_and_context_length(served):
 
 
 INVALID = {
-    "context is 1024 tokens; the request has 2000 in the prompt": {"prompt": [5] * 2000},
+    "context length is 1024 tokens; the request has 2000 in the prompt": {"prompt": [5] * 2000},
     "has 1000 in the prompt and 100 for the response": {"prompt": [5] * 1000, "max_tokens": 100},
     "temperature=-1.0 is out of range": {"temperature": -1},
     "top_p='a' is of type str; set a float": {"top_p": "a"},

@@ -5,6 +5,7 @@ of the episode as its root. The system's folders are mounted there, read-only; o
 machine do not exist in it. All processes of a command end with it.
 """
 
+import math
 import os
 import shutil
 import subprocess
@@ -56,15 +57,20 @@ class TaskRoot:
     def verify(self) -> dict[str, float]:
         """The numbers of the verifier's reward file. Raises RuntimeError if there are none.
 
-        The tests are copied now: no command of the model has read or changed them.
+        The tests are copied now: no command of the model has read or changed them. Other logs of
+        the commands than rewards stay, as tests may read them.
         """
-        for name in ("tests", "logs"):
-            _remove(self._root / name)
+        _remove(self._root / "tests")
+        logs = self._root / "logs"
+        _remove(self._root / _REWARDS if logs.is_dir() and not logs.is_symlink() else logs)
         shutil.copytree(self._task.folder / "tests", self._root / "tests")
         (self._root / _REWARDS).mkdir(parents=True)
         env = self._task.env | self._task.verifier_env
         status, output = self._run(
-            "bash /tests/test.sh", self._task.verifier_s, env, self._task.verifier_network
+            "chmod +x /tests/test.sh && /tests/test.sh",
+            self._task.verifier_s,
+            env,
+            self._task.verifier_network,
         )
         numbers = self._read_rewards()
         if numbers is None:
@@ -75,11 +81,11 @@ class TaskRoot:
         return numbers
 
     def _read_rewards(self) -> dict[str, float] | None:
-        for name in ("reward.json", "reward.txt"):
+        for name, read in (("reward.json", _numbers), ("reward.txt", _number)):
             path = self._root / _REWARDS / name
             if not path.is_symlink() and path.is_file():
                 with path.open() as file:
-                    return _numbers(file.read(_MAX_BYTES))
+                    return read(file.read(_MAX_BYTES))
         return None
 
     def _run(
@@ -130,12 +136,21 @@ def _remove(path: Path) -> None:
 
 
 def _numbers(text: str) -> dict[str, float] | None:
-    """The numbers of a reward file: one, or an object of numbers; None for anything else."""
+    """The numbers of reward.json: one, or an object of numbers; None for anything else."""
     try:
         value = parse_json(text)
     except ValueError:
         return None
     named = value if isinstance(value, dict) else {"reward": value}
-    if any(type(number) not in (int, float) for number in named.values()):
+    if not all(isinstance(number, int | float) for number in named.values()):
         return None
     return {name: float(number) for name, number in named.items()}
+
+
+def _number(text: str) -> dict[str, float] | None:
+    """The number of reward.txt, in any form that Python reads; None for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return {"reward": number} if math.isfinite(number) else None

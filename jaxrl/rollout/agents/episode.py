@@ -137,12 +137,15 @@ class AgentEpisode:
         self.prompt, self.sample, self.seed, self._limits = prompt, sample, seed, limits
         self.branches: list[Branch] = []  # the last is the one with the latest turn
         self.reward: float | None = None
-        self.counts: dict[str, float] = {"rejected": 0.0, "malformed_calls": 0.0}
+        self.counts: dict[str, float] = dict.fromkeys(
+            ("rejected", "malformed_calls", CONTEXT_CODE, TURNS_CODE), 0.0
+        )
         self.error = ""
         self.ended = False
         self._n_started = 0
         self._n_turns = 0
         self._finish = "stop"
+        self._limit = ""  # code of the limit that the latest turn or request has reached
         self._n_seen: dict[int, int] = {}  # requests by the hash of their tokens
         self._added_at, self._spans = time.monotonic(), list[PhaseSpan]()
 
@@ -153,7 +156,7 @@ class AgentEpisode:
         rendered.
         """
         if self._n_started == self._limits.max_turns:
-            self._finish = "turns"
+            self._finish, self._limit = "turns", TURNS_CODE
             raise RequestError(
                 400,
                 f"the episode has had its {self._limits.max_turns} turns (env.max_turns)",
@@ -162,7 +165,7 @@ class AgentEpisode:
         try:
             placed = self.find_turn(request)
         except RequestError:
-            self._finish = "length"
+            self._finish, self._limit = "length", CONTEXT_CODE
             raise
         if placed.branch is not None:
             placed.branch.busy = True
@@ -177,12 +180,13 @@ class AgentEpisode:
         request, tokens = placed.request, placed.kept.then(new)
         room = self._limits.context_len - len(tokens)
         if room < 1:
-            self._finish = "length"
+            self._finish, self._limit = "length", CONTEXT_CODE
             raise self._too_long(f"{len(tokens)} tokens")
         branch, observation = placed.branch, new
         if branch is None:
             branch, observation = self._new_branch(request, tokens), NO_TOKENS
             branch.busy = True
+        self._limit = ""
         seed, n = self._turn_seed(tokens), min(request.max_tokens or room, room)
         return PendingTurn(branch, request, tokens, observation, n, seed)
 
@@ -195,9 +199,10 @@ class AgentEpisode:
     def _too_long(self, length: str) -> RequestError:
         return RequestError(
             400,
-            f"this conversation, with its tools, has {length} and the context is "
-            f"{self._limits.context_len} tokens (data.max_prompt_len + data.max_response_len); "
-            "shorten the messages",
+            # clients such as litellm recognize these words, not the code
+            f"This model's maximum context length is {self._limits.context_len} tokens "
+            "(data.max_prompt_len + data.max_response_len), and this conversation, with its tools, "
+            f"has {length}; shorten the messages",
             param="messages",
             code=CONTEXT_CODE,
         )
@@ -264,6 +269,9 @@ class AgentEpisode:
         branch.images = turn.request.images
         branch.ends.append(TurnEnd(len(branch.messages), len(branch.response.tokens)))
         self._n_turns += 1
+        full = len(turn.input) + len(response.tokens) == self._limits.context_len
+        if response.finish == "length" and full:
+            self._limit = CONTEXT_CODE
         self.counts["malformed_calls"] += n_malformed
 
     def begin(self) -> None:
@@ -286,22 +294,49 @@ class AgentEpisode:
         self.counts |= numbers
 
     def end(self, error: str) -> None:
-        """Ends the episode; `error` is why the agent failed."""
-        missing = "the agent returned no reward, which reward.functions=environment needs; return "
-        if not error and not self.branches:
-            error = "the agent ended without a turn of the model"
-        if not error and self._limits.needs_reward and self.reward is None:
-            error = missing + "a number from it, or send one to {base_url}/reward"
-        unrewarded = sorted({b.role for b in self.branches} - self.counts.keys())
-        if not error and self._limits.needs_role_rewards and unrewarded:
-            error = (
+        """Ends the episode; `error` is why the agent failed.
+
+        An agent that fails, or returns no reward, after a conversation has filled the context or
+        after its last turn has reached that limit: there is no error, and a missing reward is 0.
+        """
+        if self._limit:
+            self.counts[self._limit] = 1.0
+        if not self.branches:
+            error = error or "the agent ended without a turn of the model"
+        elif self._limit:
+            error = ""
+            self._add_missing_rewards()
+        else:
+            error = error or self._missing_reward()
+        self.error, self.ended = error, True
+        if self._spans:
+            self.add_span("agent", self._added_at + self._spans[0][2])
+
+    def _add_missing_rewards(self) -> None:
+        """Sets the rewards that the run needs and the agent did not report to 0."""
+        if self._limits.needs_reward and self.reward is None:
+            self.reward = 0.0
+        if self._limits.needs_role_rewards:
+            self.counts |= dict.fromkeys(self._unrewarded(), 0.0)
+
+    def _missing_reward(self) -> str:
+        """The error of an agent that did not report a reward that the run needs; "" if it did."""
+        if self._limits.needs_reward and self.reward is None:
+            return (
+                "the agent returned no reward, which reward.functions=environment needs; return a "
+                "number from it, or send one to {base_url}/reward"
+            )
+        if self._limits.needs_role_rewards and (unrewarded := self._unrewarded()):
+            return (
                 f"the agent returned no reward of its conversations {', '.join(unrewarded)}; "
                 f"return {{'reward': ..., '{unrewarded[0]}': ...}}, a number for each `model` of "
                 "its requests"
             )
-        self.error, self.ended = error, True
-        if self._spans:
-            self.add_span("agent", self._added_at + self._spans[0][2])
+        return ""
+
+    def _unrewarded(self) -> list[str]:
+        """The names of conversations without a reward."""
+        return sorted({branch.role for branch in self.branches} - self.counts.keys())
 
     def freeze(self, decode: Decode) -> Rollout:
         """The conversation with the latest turn, and the others as its branches.

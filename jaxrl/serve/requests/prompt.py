@@ -90,7 +90,8 @@ def too_long(prompt: str, max_model_len: int, response: str = "") -> RequestErro
     more = f" and {response}" if response else ""
     return RequestError(
         400,
-        f"this model's context is {max_model_len} tokens; the request has {prompt} in the "
-        f"prompt{more}; shorten the prompt or lower max_tokens",
+        # clients such as litellm recognize these words, not the code
+        f"This model's maximum context length is {max_model_len} tokens; the request has {prompt} "
+        f"in the prompt{more}; shorten the prompt or lower max_tokens",
         code="context_length_exceeded",
     )

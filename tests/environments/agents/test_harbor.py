@@ -117,6 +117,19 @@ def test_the_verifier_scores_what_the_commands_left(root, tmp_path):
 
 
 @needs_namespaces
+def test_rewards_are_read_as_harbor_does(root, folder):
+    script, rewards = folder / "tests" / "test.sh", "/logs/verifier/reward.txt"
+    root.run("mkdir -p /logs/agent /logs/verifier; echo 5 > /logs/agent/note", 30.0)
+    root.run("echo 9 > /logs/verifier/reward.json", 30.0)
+    script.write_text(f"#!/bin/bash -e\ncp /logs/agent/note {rewards}\nfalse\nrm {rewards}")
+    assert root.verify() == {"reward": 5}  # -e ends the script, and the first reward is stale
+    script.write_text(f"echo .5 > {rewards}")
+    assert root.verify() == {"reward": 0.5}
+    script.write_text("""echo '{"reward": true, "n": 2}' > /logs/verifier/reward.json""")
+    assert root.verify() == {"reward": 1, "n": 2}
+
+
+@needs_namespaces
 @pytest.mark.parametrize("text", ["", "good", "[1]", '{"reward": "1"}', '{"reward": true}', "NaN"])
 def test_a_verifier_without_numbers_is_an_error(root, folder, text):
     (folder / "tests" / "test.sh").write_text(f"echo -n '{text}' > /logs/verifier/reward.txt")

@@ -13,7 +13,8 @@ from jaxrl.environments.builtin.openenv import OpenEnv, read_schema, text_field
 URL = "http://127.0.0.1:8000/"
 TEXT = {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}}
 NUMBER = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}}
-INVALID = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": [{"loc": ["row"]}]}
+ERROR = {"type": "missing", "loc": ["row"], "msg": "Field required", "url": "https://pydantic.dev"}
+INVALID = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": [ERROR]}
 
 
 class Session:
@@ -26,8 +27,17 @@ class Session:
         self.sent.append(json.loads(text))
 
     def recv(self):
-        answer = self.answers.pop(0)
-        return answer if isinstance(answer, str) else json.dumps(answer)
+        return json.dumps(self.answers.pop(0))
+
+    def close(self):
+        self.sent.append("close")
+
+
+class Full(Session):
+    """Is closed by the server, which has sent the reason."""
+
+    def send(self, text):
+        raise ConnectionError
 
 
 def observed(reward=None, done=False, **observation):
@@ -43,20 +53,25 @@ def failed(**data):
 def server(monkeypatch):
     """Makes an environment whose server has a schema of actions and these answers."""
 
-    def make(schema, *answers, **options):
+    def make(schema, *answers, refused=(), **options):
         session, addresses = Session(answers), []
+        sessions = [*refused, session]
 
         def connect(address, **_):
             addresses.append(address)
-            return session
+            return sessions[len(addresses) - 1]
 
-        package = types.ModuleType("websockets.sync.client")
-        package.__dict__["connect"] = connect
-        monkeypatch.setitem(sys.modules, "websockets.sync.client", package)
+        for name, key, value in [
+            ("sync.client", "connect", connect),
+            ("exceptions", "ConnectionClosed", ConnectionError),
+        ]:
+            package = types.ModuleType(f"websockets.{name}")
+            package.__dict__[key] = value
+            monkeypatch.setitem(sys.modules, f"websockets.{name}", package)
         monkeypatch.setattr(openenv, "read_schema", lambda url: schema)
         environment = OpenEnv(url=URL, **options)
         first = environment.reset({"messages": [{"role": "user", "content": "Play."}], "seed": 7})
-        assert addresses == ["ws://127.0.0.1:8000/ws"]
+        assert addresses == ["ws://127.0.0.1:8000/ws"] * len(sessions)
         return environment, session, first
 
     return make
@@ -83,13 +98,28 @@ def test_a_turn_is_the_json_of_an_action_with_several_fields(server):
     )
     assert first[-1]["content"] == '{"board": [1]}'
     observation, reward, done, counts = environment.step('{"row": "a"}')
-    assert "row" in observation and (reward, done, counts) == (0.0, False, {"invalid": 1})
+    assert observation == "That is no action: row: Field required" and (reward, done, counts) == (
+        0.0,
+        False,
+        {"invalid": 1},
+    )
     for text in ("left", "[1]", '{"row": }', "} {"):
         assert environment.step(text)[3] == {"invalid": 1}  # never sent
     action = '{"row": 1, "column": 2}'
     assert environment.step(f"I play {action}.") == ('{"board": [2]}', 1.0, True)
     sent = [{"type": "reset", "data": {}}, {"type": "step", "data": {"row": "a"}}]
     assert session.sent == [*sent, {"type": "step", "data": json.loads(action)}]
+
+
+def test_a_reset_waits_for_a_session_of_a_server_that_has_none_free(server, monkeypatch):
+    waits = []
+    monkeypatch.setattr(openenv.time, "sleep", waits.append)
+    full = failed(message="8 of 8 sessions", code="CAPACITY_REACHED", max_sessions=8)
+    refused = [Full([full]), Session([full])]  # the connection may be closed before the reset
+    _, session, first = server(TEXT, observed(hint="Go."), refused=refused)
+    assert first[-1]["content"] == '{"hint": "Go."}' and len(waits) == 2
+    assert [one.sent[-1] for one in refused] == ["close", "close"]
+    assert session.sent == [{"type": "reset", "data": {"seed": 7}}]
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,29 @@ def raises(base_url, api_key, task):
     raise RuntimeError("out of cheese")
 
 
+def fills(base_url, api_key, task):
+    """Its client raises on a conversation that does not fit, after a turn."""
+    chat = Chat(base_url, task["messages"])
+    chat.turn()
+    chat.turn(user("c" * 300))
+
+
+def fills_at_once(base_url, api_key, task):
+    Chat(base_url, task["messages"]).turn(user("c" * 300))
+
+
+def raises_on_length(base_url, api_key, task):
+    """Its client raises on a truncated turn."""
+    if Chat(base_url, task["messages"]).turn()["finish_reason"] == "length":
+        raise RuntimeError("incomplete turn")
+
+
+def shortens(base_url, api_key, task):
+    """Has a turn in a shorter conversation after one that did not fit, then fails."""
+    assert post(f"{base_url}/chat/completions", {"messages": [user("c" * 300)]})[0] == 400
+    raises(base_url, api_key, task)
+
+
 def hangs(base_url, api_key, task):
     Chat(base_url, task["messages"]).turn()
     time.sleep(1000)
@@ -309,7 +332,7 @@ def test_an_episode_has_exactly_the_tokens_that_the_model_saw_and_wrote(agents, 
     assert [m["content"] for m in rollout.completion_messages] == ["ab", "c", "d"]
     episode = rollout.episode
     assert episode.reward == 1.5 and episode.n_turns == 2
-    assert episode.counts == {"calls": 2, "rejected": 0, "malformed_calls": 0, "branches": 1}
+    assert {n: v for n, v in episode.counts.items() if v} == {"calls": 2, "branches": 1}
 
 
 def test_text_of_the_model_is_never_tokenized_again(agents, renderer):
@@ -442,6 +465,39 @@ def test_a_failing_agent_ends_only_its_episode(agents, renderer):
         assert re.search(reason or "^$", rollout.episode.error), rollout.episode.error
         assert rollout.finish == ("error" if reason else "stop")
         assert rollout.n_loss_tokens == (0 if reason.startswith("without") else 3)
+
+
+LIMITS = {  # (limits, the turn, finish, metric)
+    "fills": ({}, "ab<|im_end|>", "length", "context_length_exceeded"),
+    "raises_on_length": ({"context_len": 64}, "a" * 64, "length", "context_length_exceeded"),
+    "two_turns": ({"max_turns": 1}, "ab<|im_end|>", "turns", "too_many_turns"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_an_agent_whose_client_raises_at_a_limit_has_not_failed(agents, renderer, name):
+    limits, turn, finish, metric = LIMITS[name]
+    ((rollout,), _) = play(agents, renderer, [name], [turn], needs_reward=True, **limits)
+    assert rollout.finish == finish and rollout.episode.counts[metric] == 1
+    assert rollout.episode.error == "" and rollout.episode.reward == 0
+    assert rollout.loss_mask.all() and rollout.n_loss_tokens == len(rollout.tokens) > 0
+
+
+def test_a_missing_reward_of_a_conversation_is_0_at_a_limit(agents, renderer):
+    limits = {"max_turns": 1, "needs_role_rewards": True}
+    ((rollout,), _) = play(agents, renderer, ["self_play"], ["ab<|im_end|>"], **limits)
+    assert rollout.episode.error == "" and rollout.episode.counts["proposer"] == 0
+
+
+def test_a_full_context_before_the_first_turn_or_before_a_later_one_excuses_nothing(
+    agents, renderer
+):
+    names, reasons = ["fills_at_once", "shortens"], ["maximum context length is 300", "cheese"]
+    rollouts, _ = play(agents, renderer, names, ["ab<|im_end|>"])
+    for rollout, reason in zip(rollouts, reasons, strict=True):
+        assert rollout.finish == "error" and reason in rollout.episode.error
+    counts = [rollout.episode.counts["context_length_exceeded"] for rollout in rollouts]
+    assert counts == [1, 0] and rollouts[1].episode.counts["rejected"] == 1
 
 
 PROGRAM = """
