@@ -201,9 +201,9 @@ class TokenGroup:
         return cls(pages, written, positions, slots, ahead)
 
 
-def pad_features(x: jax.Array | None, missing: int) -> jax.Array | None:
+def pad_features(x: jax.Array, missing: int) -> jax.Array:
     """The array with `missing` more features, which are zero."""
-    return x if x is None or not missing else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),))
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,8 @@ class PagedRows:
         """
         k_pages, v_pages, first = state.layer_pages(index, self.rules)
         width, missing = q.shape[-1], k_pages.shape[-1] - q.shape[-1]
-        q, k, v = (pad_features(x, missing) for x in (q, k, v))
+        q = pad_features(q, missing)
+        k, v = (x if x is None else pad_features(x, missing) for x in (k, v))
         for group, keys, values in self._new_tokens(k, v):
             k_pages, v_pages = write_pages(
                 k_pages,

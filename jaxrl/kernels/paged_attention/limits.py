@@ -44,7 +44,7 @@ def unsupported_by_triton(k_pages: Pages) -> str | None:
     if H % MIN_ROWS:
         return f"heads of width {H}, no multiple of {MIN_ROWS}"
     limit = MAX_WIDTH_HOPPER if is_since_hopper(target_device_kind()) else MAX_WIDTH
-    if H > limit:
+    if limit < H:
         return f"heads of width {H}, more than {limit}"
     return None
 
