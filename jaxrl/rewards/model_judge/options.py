@@ -11,7 +11,7 @@ from jaxrl.rewards.model_judge.verdicts import JudgeServer
 
 @dataclasses.dataclass(frozen=True)
 class JudgeOptions:
-    """What a judge reads, how its requests are sent, and what they cost."""
+    """The texts that a judge reads, how its requests are sent, and the price of its tokens."""
 
     url: str
     model: str
