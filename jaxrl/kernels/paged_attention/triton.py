@@ -165,9 +165,7 @@ def _kernel(
     def places(start, size):
         return row, head, query[:, None], start + jnp.arange(size)[None]
 
-    q = [
-        plgpu.load(q_ref.at[places(*part)], mask=exists[:, None], other=0) for part in features
-    ]
+    q = [plgpu.load(q_ref.at[places(*part)], mask=exists[:, None], other=0) for part in features]
     last, *others = (
         plgpu.load(ref.at[row, query], mask=exists, other=-1) for ref in (last_ref, *own_refs)
     )
