@@ -16,7 +16,9 @@ Memory: the compiled plan needs 64.2 of the 67.7 GiB that rollout.memory_utiliza
 pages freed during updates (docs/plans/geo3k_qwen3_vl_8b.h100-8.txt).
 
 Minutes and result: not measured yet. By the plan a step takes 45 s or more, 73 s calibrated, with
-prompts of 400 tokens and responses of 512 on average.
+prompts of 400 tokens and responses of 512 on average. On TPU v5p 2x2x2 (8 chips) an update needs
+63.8 of 81.4 GiB and a step takes 73 s or more, 133 s calibrated
+(docs/plans/geo3k_qwen3_vl_8b.v5p-2x2x2.txt).
 """
 
 from ml_collections import ConfigDict

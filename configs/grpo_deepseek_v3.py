@@ -13,9 +13,9 @@ Mesh: fsdp 64 x expert 2 x tensor 2. The rollout has 8 replicas of 32 chips, ten
 Memory: the optimizer state is in host memory, 30 GiB per chip. Layers are stacked
 (model.layers), so that programs compile in a tenth of the time.
 
-Minutes and result: not measured yet. By the planner's formulas an update needs 66.0 of the 81.4 GiB
-that rollout.memory_utilization allows, the rollout 52.1 without KV pages, and a step takes 244 s or
-more, half of it in the rollout. Not compiled yet.
+Minutes and result: not measured yet. By its plan (docs/plans/grpo_deepseek_v3.v5p-4x8x8.txt) an
+update needs 67.7 of the 81.4 GiB that rollout.memory_utilization allows, the rollout 55.5 without
+KV pages, and a step takes 1,649 s or more at the chips' peak rates, 1,522 s of it in the rollout.
 """
 
 from ml_collections import ConfigDict

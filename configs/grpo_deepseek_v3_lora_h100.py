@@ -13,9 +13,10 @@ Mesh: fsdp 4 x expert 4 x tensor 4. The rollout has two replicas of 32 GPUs, ten
 which read an int8 copy of the weights. Layers are stacked (model.layers), so that programs compile
 in a tenth of the time.
 
-Minutes and result: not measured yet. By the planner's formulas an update needs 23.7 of the 67.7 GiB
-that rollout.memory_utilization allows, the rollout 31.7 without KV pages, and a step takes 369 s or
-more. Not compiled yet.
+Minutes and result: not measured yet. By its plan
+(docs/plans/grpo_deepseek_v3_lora_h100.h100-64.txt) an update needs 29.5 of the 67.7 GiB that
+rollout.memory_utilization allows, the rollout 41.1 without KV pages, and a step takes 917 s or more
+at the GPUs' peak rates, 604 s of it in the rollout.
 """
 
 from ml_collections import ConfigDict

@@ -12,10 +12,11 @@ layers.
 Memory: the optimizer state and, in rollouts, the policy are in host memory, and KV pages are freed
 during updates (rollout.release_kv).
 
-Minutes and result: not measured yet. By the planner's formulas an update needs 6.2 GiB and the
-rollout 7.5 of the 13.4 GiB that rollout.memory_utilization allows, and a step takes 822 s or more.
-A base in nf4 (lora.base_dtype) has half the bytes, but a TPU moves 20 bytes per weight to
-dequantize it: its compiled step takes 23,800 s (docs/LOG.md).
+Minutes and result: not measured yet. By its plan (docs/plans/grpo_gemma_4_31b_lora.v5e-2x4.txt) an
+update needs 6.0 GiB and the rollout 11.7 without KV pages of the 13.4 GiB that
+rollout.memory_utilization allows. A step takes 3,159 s or more, 2,823 s of it in the rollout of 34
+sequences at a time. A base in nf4 (lora.base_dtype) has half the bytes, but a TPU moves 20 bytes
+per weight to dequantize it: its compiled step takes 23,800 s (docs/LOG.md).
 """
 
 from ml_collections import ConfigDict

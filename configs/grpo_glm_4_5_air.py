@@ -16,7 +16,8 @@ Memory: in rollouts training's weights are in host memory, and KV pages are free
 
 Minutes and result: not measured yet. Compiled for 8 H100, the rollout needs 50.8 GiB and the update
 43.7 of the 67.7 GiB that rollout.memory_utilization allows, and a step takes 270 s or more, 498 s
-calibrated (docs/plans/grpo_glm_4_5_air.h100-8.txt). For TPU v5p it is not compiled yet.
+calibrated (docs/plans/grpo_glm_4_5_air.h100-8.txt). For 8 chips of v5p they need 50.8 and 40.2 of
+81.4 GiB, and a step takes 420 s or more (docs/plans/grpo_glm_4_5_air.v5p-2x2x2.txt).
 """
 
 from ml_collections import ConfigDict

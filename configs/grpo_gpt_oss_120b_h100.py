@@ -33,7 +33,8 @@ def get_config() -> ConfigDict:
     config.mesh.fsdp = 4
     config.mesh.tensor = 4
     config.rollout.tensor = 8
-    config.rollout.release_kv = True
+    config.rollout.expert = 1
+    config.rollout.max_num_seqs = 256
     config.learner.xla = ()
     config.learner.offload = ("optimizer", "gradients", "reference")
     config.learner.token_budget = 65536

@@ -11,7 +11,7 @@ Mesh: replica 8 x fsdp 8. The weights are sharded within a node and gathered ove
 gradients cross the nodes' network. The rollout has 16 replicas of 4 GPUs.
 
 Memory: backward keeps the output of attention (learner.remat=attention), and the KV pages and
-states are freed during updates (rollout.release_kv). An update needs 66.7 of the 67.7 GiB that
+states are freed during updates (rollout.release_kv). An update needs 59.2 of the 67.7 GiB that
 rollout.memory_utilization allows. Layers are stacked (model.layers), so that programs compile in a
 tenth of the time.
 

@@ -17,7 +17,7 @@ from jaxrl.learner.requirements import needs_policy_logp, needs_ref, needs_ref_s
 from jaxrl.learner.state import init_opt_state
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.kv_cache import page_bytes, slot_bytes
+from jaxrl.models.kv_cache import page_bytes, page_rules, slot_bytes
 from jaxrl.models.layers.stored import Axes
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params, is_spec, map_specs
@@ -27,7 +27,7 @@ from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.topology import Topology
 from jaxrl.planner.traffic import expanded_bytes
 from jaxrl.types import Tree
-from sharding import abstract_mesh, bytes_per_device
+from sharding import DECODE, abstract_mesh, bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,6 +317,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         n_replicas = max(len(job.machine.devices) // math.prod(group), 1)
         rollout_copy = ((params - experts) + experts / group[1]) / group[0]
         kv_shards = group[0]
+    page_shards = 1 if page_rules(d, DECODE).kv_heads is None else kv_shards
     held = gathered / (size["fsdp"] * s)
     shards = collections.defaultdict(lambda: tp, w_embed=size["fsdp"] * s, experts=e, layers=stage)
     counts = facts.adapters.items()
@@ -356,7 +357,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         residual=tp if cfg.learner.shard_residual else 1,
         stacked=facts.stacked or stage > 1,
         rollout_copy=rollout_copy,
-        sequence_bytes=facts.sequence_bytes / kv_shards,
+        sequence_bytes=facts.sequence_bytes / page_shards,
         slot_bytes=facts.slot_bytes / kv_shards,
         n_replicas=n_replicas,
     )
