@@ -104,6 +104,7 @@ def test_the_ids_of_the_policy_give_the_divergence_of_the_reference_form(one_dev
     np.testing.assert_allclose(metrics["loss/kl"], np.mean(kl), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_ids_beyond_the_vocabulary_of_the_teacher_are_not_compared(one_device):
     cfg = run_config(**KEYS, kl_top_k=2, kl_top_k_from="student")
     [batch] = batches(rollouts(2), **ONE)

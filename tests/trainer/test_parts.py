@@ -68,17 +68,3 @@ def test_the_loss_of_a_run_is_the_weighted_sum_of_its_parts(env_config):
         )
         assert line["loss/entropy"] == pytest.approx(5.5, abs=1)
         assert line["loss/kl_tokens"] == line["loss/policy_tokens"] > 0
-
-
-@pytest.mark.parametrize(
-    ("lists", "message"),
-    {
-        ("other?parts=policy",): "names other, but no row has this data_source",
-        (f"{SOURCE}?parts=demonstrations",): "without a part; name 'policy'",
-    }.items(),
-)
-def test_lists_of_sources_without_rows_or_parts_are_refused(mixed_config, lists, message):
-    mixed_config.algorithm.parts = ("policy", "demonstrations")
-    mixed_config.algorithm.source_parts = lists
-    with pytest.raises(ValueError, match=message):
-        train(resolve(mixed_config))

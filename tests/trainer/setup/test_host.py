@@ -9,9 +9,9 @@ from jaxrl.trainer.setup.host import check_part_sources
 from jaxrl.types import Demonstration, Prompt
 
 
-def check(*parts, prompts=("math",), demonstrations=()):
+def check(*parts, prompts=("math",), demonstrations=(), lists=()):
     none = np.zeros(0, np.int32)
-    cfg = RunConfig(algorithm=AlgorithmConfig(parts=parts))
+    cfg = RunConfig(algorithm=AlgorithmConfig(parts=parts, source_parts=lists))
     rows = [Prompt(i, (), none, "", source=source) for i, source in enumerate(prompts)]
     given = [Demonstration(0, none, none, none, source=source) for source in demonstrations]
     items = StepItems(given, per_step=1, shuffle=False, seed=0) if given else None
@@ -33,3 +33,14 @@ def test_demonstrations_that_no_entry_names_are_refused():
 def test_rows_of_every_part_are_accepted():
     both = "demonstrations?source=chat", "demonstrations"
     check("observations?source=math", *both, demonstrations=("chat", "code"))
+
+
+def test_lists_of_sources_without_rows_and_rows_without_a_part_are_refused():
+    with pytest.raises(ValueError, match="source_parts names code, but no row"):
+        check("policy", lists=("code?parts=policy",))
+    lists = ("math?parts=demonstrations",)
+    with pytest.raises(ValueError, match="'math' without a part; name 'policy'"):
+        check("policy", "demonstrations", demonstrations=("math",), lists=lists)
+    with pytest.raises(ValueError, match="'math' without a part"):
+        check("policy?source=code", prompts=("math", "code"))
+    check("policy", "entropy", prompts=("math", "code"), lists=("math?parts=entropy",))
