@@ -2,7 +2,9 @@
 
 The contract of nemo_gym 0.5.1, by its simple_agent: POST /seed_session with the row opens a session
 that cookies name, POST /TOOL with its arguments is a call, and POST /verify with the row and the
-response of the Responses API returns the reward.
+response of the Responses API returns the reward. By its gymnasium_agent: POST /reset with the row
+opens a session, and POST /step with the row and the response of a turn returns an observation and
+the reward of the turn.
 """
 
 import json
@@ -16,12 +18,15 @@ from jaxrl.json_text import parse_json
 class NemoGymAgent:
     """Plays a row of a "nemo_gym:" source; an agent function (base_url, api_key, task).
 
-    `url` is that of the resources server. A turn without a call ends the episode, as do a truncated
+    `url` is that of the resources server, and `agent` the contract: "simple" or "gymnasium", whose
+    rewards are summed. With "simple" a turn without a call ends the episode, as do a truncated
     turn, the last of env.max_turns and a full context; it is verified in any case.
     """
 
-    def __init__(self, *, url: str):
-        self._url = url
+    def __init__(self, *, url: str, agent: str = "simple"):
+        if agent not in ("simple", "gymnasium"):
+            raise ValueError(f"agent={agent!r} of NeMo Gym is not known; set simple or gymnasium")
+        self._url, self._agent = url, agent
 
     def __call__(self, base_url: str, api_key: str, task: dict[str, Any]) -> dict[str, Any]:
         """The reward, and the numbers of the verifier's answer that the row does not have.
@@ -34,6 +39,8 @@ class NemoGymAgent:
                 f"{AGENT_KEY}='nemo_gym' needs rows of data.train='nemo_gym:FILE.jsonl'"
             )
         server, model = JsonClient(self._url), ModelClient(base_url, api_key)
+        if self._agent == "gymnasium":
+            return {"reward": play_game(row, server, model)}
         server.ask("seed_session", row)
         response, calls = converse(row["responses_create_params"], server, model)
         verdict = server.ask("verify", row | {"response": response})
@@ -54,8 +61,7 @@ def converse(
 
     Raises RuntimeError if the model had no turn.
     """
-    given = params["input"]
-    first = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    first = _input(params)
     offered = {tool.get("name") for tool in params.get("tools") or ()}
     outputs: list[dict[str, Any]] = []
     response, n_calls = None, 0
@@ -68,12 +74,40 @@ def converse(
         n_calls += len(calls)
         for call in calls:
             output = _result(call, server) if call["name"] in offered else _unknown(call["name"])
-            outputs.append(
-                {"type": "function_call_output", "call_id": call["call_id"], "output": output}
-            )
+            outputs.append(_output(call["call_id"], output))
     if response is None:
         raise RuntimeError("the prompt does not fit in data.max_prompt_len and max_response_len")
     return response | {"output": outputs}, n_calls
+
+
+def play_game(row: dict[str, Any], server: JsonClient, model: ModelClient) -> float:
+    """The sum of the rewards of a game, which ends with its last step or a full context."""
+    params = row["responses_create_params"]
+    items = [*_input(params), *_observation(server.ask("reset", row))]
+    reward, ended = 0.0, False
+    while not ended and (reply := model.turn("responses", params | {"input": items})) is not None:
+        step = server.ask("step", row | {"response": reply})
+        reward += step["reward"]
+        ended = bool(step.get("terminated") or step.get("truncated"))
+        given = (step.get("info") or {}).get("tool_outputs", ())
+        results = [_output(one["call_id"], one["output"]) for one in given]
+        items = [*items, *reply["output"], *results, *_observation(step)]
+    return reward
+
+
+def _input(params: dict[str, Any]) -> list[dict[str, Any]]:
+    given = params["input"]
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _observation(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The message of a reset or step, if it has an observation."""
+    text = answer.get("observation")
+    return [{"role": "user", "content": text}] if text else []
+
+
+def _output(call_id: str, text: str) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": text}
 
 
 def _result(call: dict[str, Any], server: JsonClient) -> str:

@@ -296,8 +296,8 @@ class AgentEpisode:
     def end(self, error: str) -> None:
         """Ends the episode; `error` is why the agent failed.
 
-        An agent that fails, or returns no reward, after a conversation has filled the context or
-        after its last turn has reached that limit: there is no error, and a missing reward is 0.
+        There is no error if the latest turn or request reached a limit of the run, for clients
+        raise then; a reward that is missing is 0.
         """
         if self._limit:
             self.counts[self._limit] = 1.0

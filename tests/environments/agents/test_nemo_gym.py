@@ -57,6 +57,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             session = f"s{next(server.numbers)}"
             server.counts[session] = 0
             return 200, {}, session
+        if path[2] == "reset":
+            return 200, {"observation": "0 of 2", "info": {}}, "game"
+        if path[2] == "step":
+            assert self.headers["Cookie"] == "session=game"
+            return 200, server.steps.pop(0), ""
         session = self.headers["Cookie"].partition("=")[2]
         if path[2] == "add":
             if type(body.get("by")) is not int:
@@ -77,6 +82,10 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.turns, self.verifies, self.bodies = list(turns), verifies, []
         self.numbers, self.counts = itertools.count(), {}
+        self.steps = [
+            {"observation": None, "reward": 0.5, "info": {"tool_outputs": [RESULT]}},
+            {"observation": "2 of 2", "reward": 1, "terminated": True},
+        ]
 
 
 def turn(*items, **fields):
@@ -93,17 +102,18 @@ def call(name, arguments, number=0):
 
 
 ANSWER = {"type": "message", "role": "assistant", "content": []}
+RESULT = {"call_id": "call_0", "output": '{"count": 2}'}
 FULL = {"code": "context_length_exceeded", "message": "full"}
 
 
-def play(*turns, row=ROW, verifies=True):
+def play(*turns, row=ROW, verifies=True, **options):
     """(result of an episode, what the server was sent)."""
     server = Server(turns, verifies)
     with contextlib.closing(server.socket):
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         try:
-            agent = NemoGymAgent(url=url)
+            agent = NemoGymAgent(url=url, **options)
             return agent(f"{url}/v1", "key", {"extra": {"nemo_gym": row}}), server.bodies
         finally:
             server.shutdown()
@@ -153,6 +163,21 @@ def test_a_wrong_call_has_the_reason_as_its_result(name, arguments, output):
 )
 def test_an_episode_that_is_cut_off_is_verified(last):
     assert play(turn(call("add", '{"by": 5}')), last)[0]["reward"] == 1.0
+
+
+def test_a_game_sums_the_rewards_of_its_steps():
+    first = turn(call("add", '{"by": 2}'))
+    result, bodies = play(first, turn(ANSWER), agent="gymnasium")
+    assert result == {"reward": 1.5}
+    paths = [path.rpartition("/")[2] for path, _ in bodies]
+    assert paths == ["reset", "responses", "step", "responses", "step"]
+    shown = [*ROW["responses_create_params"]["input"], {"role": "user", "content": "0 of 2"}]
+    output = {"type": "function_call_output", **RESULT}
+    assert bodies[1][1]["input"] == shown and bodies[2][1] == ROW | {"response": first}
+    assert bodies[3][1]["input"] == [*shown, *first["output"], output]
+    assert play(first, FULL, agent="gymnasium")[0] == {"reward": 0.5}
+    with pytest.raises(ValueError, match="agent='x' of NeMo Gym is not known"):
+        NemoGymAgent(url="", agent="x")
 
 
 def test_failures_are_named():
