@@ -52,14 +52,14 @@ def answers(n, seed):
 
 @pytest.fixture
 def step_config(tiny_config, tmp_path):
-    """20 steps of 8 answers; 40 other answers are held out."""
+    """120 steps of 8 answers; 40 other answers are held out."""
     tiny_config.rollout.update(default_config().rollout)
     tiny_config.reward.update(default_config().reward)
     tiny_config.reward_model.objective = "steps"
-    tiny_config.data.train = write(tmp_path / "train.jsonl", answers(160, 0))
+    tiny_config.data.train = write(tmp_path / "train.jsonl", answers(960, 0))
     tiny_config.data.val = write(tmp_path / "val.jsonl", answers(40, 1))
     tiny_config.data.prompts_per_step = 8
-    tiny_config.total_steps = 20
+    tiny_config.total_steps = 120
     tiny_config.learner.lr = 3e-3
     return tiny_config
 
