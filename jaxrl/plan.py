@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jaxrl.planner.options import PlanArguments, Simulation, read
 from jaxrl.runtime.start import begin_program
@@ -24,7 +24,7 @@ import jax
 
 from jaxrl.config.command_line import stop
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.resolve import check_devices
+from jaxrl.config.resolve import check_devices, check_only_offline
 from jaxrl.config.teachers import model_teachers
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.vision.towers import with_trained_tower
@@ -44,11 +44,15 @@ from jaxrl.planner.search import FINALISTS, search
 from jaxrl.planner.sizes import Job
 from jaxrl.planner.topology import Topology, topology
 from jaxrl.trainer.offline.dpo import DPO
-from jaxrl.trainer.offline.objective import with_objective
-from jaxrl.trainer.offline.reward_model import REWARD_MODEL
+from jaxrl.trainer.offline.objective import OfflineObjective, with_objective
+from jaxrl.trainer.offline.reward_model import score_objective
 from jaxrl.trainer.offline.sft import SFT
 
-OBJECTIVES = {"sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
+OBJECTIVES: dict[str, Callable[[RunConfig], OfflineObjective]] = {
+    "sft": lambda cfg: SFT,
+    "dpo": lambda cfg: DPO,
+    "reward_model": score_objective,
+}
 
 
 def main(arguments: PlanArguments) -> int:
@@ -173,8 +177,11 @@ def make_job(
         if path
     }
     workload: OfflineWorkload | None = None
-    if objective := OBJECTIVES.get(options.get("job", "train")):
+    if of_config := OBJECTIVES.get(options.get("job", "train")):
+        objective = of_config(cfg)
         cfg, workload = with_objective(cfg, objective), objective.workload(cfg)
+    else:
+        check_only_offline(cfg)
     file = options.get("model-config", "")
     tower = tower_shape(cfg.model.path, file) if cfg.data.images else None
     for name, (key, path) in paths.items():

@@ -11,13 +11,13 @@ if __name__ == "__main__":  # answers a mistyped key before the imports that tak
     begin_loading()
 
 from jaxrl.trainer.loop import exit_status
-from jaxrl.trainer.offline.reward_model import REWARD_MODEL
+from jaxrl.trainer.offline.reward_model import score_objective
 from jaxrl.trainer.setup.opening import train_offline
 
 
 def train(cfg: RunConfig) -> bool:
     """Trains to the last step. Returns False if the run was interrupted and its state saved."""
-    return train_offline(cfg, REWARD_MODEL)
+    return train_offline(cfg, score_objective(cfg))
 
 
 if __name__ == "__main__":

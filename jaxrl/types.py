@@ -168,6 +168,8 @@ class Reward:
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # summed over a step
     feedback: str = ""  # text of the reward functions, for a self-distillation teacher
     seconds: float = dataclasses.field(default=0.0, compare=False)  # of the slowest function
+    # (response tokens up to the end of a step, the score of the step), if each is a reward
+    step_rewards: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

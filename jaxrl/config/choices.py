@@ -50,6 +50,10 @@ ADVANTAGES = (
     "gae",
     "distill",
 )
+# What a reward model trains on: pairs of answers, or a label of each step
+SCORE_OBJECTIVES = ("pairs", "steps")
+STEP_REWARDS = ("", "min", "mean", "product", "last", "tokens")
+TOKEN_REWARD_ADVANTAGES = ("reinforce_plus_plus", "gae", "optimal_token_baseline")
 TURN_ADVANTAGES = ("gigpo",)  # one advantage per turn, compared with other samples of the prompt
 # One advantage per token, from token rewards; all others give a response one advantage.
 DISCOUNTED_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill", *TURN_ADVANTAGES)

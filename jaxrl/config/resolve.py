@@ -21,7 +21,11 @@ from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.optimizer import optimizer_errors
 from jaxrl.config.checks.parts import part_errors
-from jaxrl.config.checks.preference import preference_errors, preference_warnings
+from jaxrl.config.checks.preference import (
+    only_offline_errors,
+    preference_errors,
+    preference_warnings,
+)
 from jaxrl.config.checks.rewards import (
     calibration_errors,
     only_evaluation_errors,
@@ -111,6 +115,11 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
         lora=LoRAConfig(),
         schedule=ScheduleConfig(),
     )
+
+
+def check_only_offline(run: RunConfig) -> None:
+    """Raises ValueError for keys that an RL run does not read, but offline training does."""
+    raise_errors(only_offline_errors(run))
 
 
 def check_devices(run: RunConfig, n_devices: int, n_processes: int = 1) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl.data.digest import digest
 from jaxrl.data.preferences import Labelled, Pair
+from jaxrl.data.steps import LabelledSteps
 from jaxrl.types import Demonstration, PlacedImage, Prompt
 
-Item = Prompt | Demonstration | Pair | Labelled  # one training item
+Item = Prompt | Demonstration | Pair | Labelled | LabelledSteps  # one training item
 Content = dict[str, str]  # "rows" and "tokens" -> hash
 
 _RENDERING = (
@@ -68,6 +69,8 @@ def _tokens(item: Item) -> Iterator[bytes]:
         yield from (*_tokens(item.chosen), *_tokens(item.rejected), repr(item.margin).encode())
     elif isinstance(item, Labelled):
         yield from (*_tokens(item.completion), repr(item.desirable).encode())
+    elif isinstance(item, LabelledSteps):
+        yield from (*_tokens(item.completion), item.labels.tobytes())
     elif isinstance(item, Demonstration):
         arrays = item.prompt_tokens, item.tokens, item.loss_mask
         yield from (*(array.tobytes() for array in arrays), item.source.encode())

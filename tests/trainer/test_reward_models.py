@@ -26,7 +26,7 @@ from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.packed import forward_packed
 from jaxrl.train import train
 from jaxrl.trainer.offline.objective import with_objective
-from jaxrl.trainer.offline.reward_model import REWARD_MODEL, make_samples
+from jaxrl.trainer.offline.reward_model import PAIRS, make_samples
 from jaxrl.trainer.setup.opening import open_offline, open_run
 from jaxrl.types import Episode, Prompt, Reward, Rollout
 from sharding import make_mesh
@@ -148,8 +148,8 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
     ranking_config.data.prompts_per_step = 2
     rows = [row | {"margin": i} for i, row in enumerate(pairs(2, 2))]
     ranking_config.data.train = write(Path(ranking_config.data.train[0]), rows)
-    cfg = with_objective(resolve(ranking_config), REWARD_MODEL)
-    with open_offline(cfg, REWARD_MODEL) as run:
+    cfg = with_objective(resolve(ranking_config), PAIRS)
+    with open_offline(cfg, PAIRS) as run:
         items = next(run.core.iterator)
         moved = perturbed(run.core.state.params)
         run.core.state = dataclasses.replace(run.core.state, params=moved)
@@ -404,8 +404,28 @@ def test_a_language_model_is_rejected_as_reward_model(tiny_config, tiny_model):
         open_reward_model(resolve(tiny_config), tiny_model, jnp.dtype("float32"))
 
 
+@pytest.mark.parametrize(
+    "n, bias, message", [(2, False, "a classifier of 2 labels;"), (2, True, r"and a score\.bias;")]
+)
+def test_a_classifier_of_several_labels_is_refused_by_name(
+    tiny_config, tiny_scorer, tmp_path, n, bias, message
+):
+    folder = shutil.copytree(tiny_scorer, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["score.weight"] = np.repeat(tensors["score.weight"], n, axis=0)
+    if bias:
+        tensors["score.bias"] = np.zeros(n, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    tiny_config.reward_model.path = str(folder)
+    with (
+        jax.set_mesh(make_mesh(fsdp=1)),
+        pytest.raises(ValueError, match=rf"{message}.* set it to one of 1 label without a bias"),
+    ):
+        open_reward_model(resolve(tiny_config), folder, jnp.dtype("float32"))
+
+
 def test_unused_keys_are_rejected(ranking_config):
     ranking_config.preference.beta = 0.5
     ranking_config.reward.workers = 3
     with pytest.raises(ValueError, match=r"beta, config\.reward\.workers have no effect"):
-        with_objective(resolve(ranking_config), REWARD_MODEL)
+        with_objective(resolve(ranking_config), PAIRS)

@@ -242,8 +242,7 @@ def bco_labelled(
 
     As `bco`, for completions that are no pairs; N counts completions.
     """
-    sign = jnp.where(desirable, 1.0, -1.0)
-    weight = jnp.where(desirable, chosen_weight, rejected_weight)
+    sign, weight = _sign_and_weight(desirable, chosen_weight, rejected_weight)
     return -weight * jax.nn.log_sigmoid(beta * sign * (ratio - shift))
 
 
@@ -276,9 +275,15 @@ def kto_labelled(
 
     As `kto`, for completions that are no pairs; N counts completions.
     """
-    sign = jnp.where(desirable, 1.0, -1.0)
-    weight = jnp.where(desirable, chosen_weight, rejected_weight)
+    sign, weight = _sign_and_weight(desirable, chosen_weight, rejected_weight)
     return weight * jax.nn.sigmoid(-beta * sign * (ratio - kl))
+
+
+def _sign_and_weight(
+    desirable: Bool[Array, " N"], chosen_weight: float, rejected_weight: float
+) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
+    """(1 or -1, λ_D or λ_U) of desirable and of other completions."""
+    return jnp.where(desirable, 1.0, -1.0), jnp.where(desirable, chosen_weight, rejected_weight)
 
 
 def bradley_terry(

@@ -11,6 +11,7 @@ from jaxrl.config.choices import (
     QUANTIZED_DTYPES,
     RATIO_REJECTIONS,
     RESPONSE_LOSSES,
+    TOKEN_REWARD_ADVANTAGES,
     TURN_ADVANTAGES,
 )
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
@@ -224,6 +225,13 @@ def _reward_errors(run: RunConfig) -> list[str]:
             f"algorithm.advantage='gdpo' normalizes several rewards apart, but there is {n_rewards}"
             f" with reward.functions={reward.functions}; add a function, or set "
             "algorithm.advantage='grpo'"
+        )
+    reads_tokens = name in TOKEN_REWARD_ADVANTAGES or is_import_path(name)
+    if run.reward_model.step_reward == "tokens" and not reads_tokens:
+        errors.append(
+            f"reward_model.step_reward='tokens' gives rewards to tokens, which algorithm.advantage="
+            f"{name!r} does not read; set algorithm.advantage to one of "
+            f"{', '.join(TOKEN_REWARD_ADVANTAGES)}, or reward_model.step_reward='min'"
         )
     changes = {
         "gdpo": {"normalize": False, "clip": (), "on_error": "exclude"}

@@ -1,5 +1,6 @@
 """Rules between the keys of preference optimization."""
 
+from jaxrl.config.checks.judge import changed_keys
 from jaxrl.config.choices import (
     CPO_LOSSES,
     F_DIVERGENCE_LOSSES,
@@ -47,6 +48,19 @@ def preference_warnings(run: RunConfig) -> list[str]:
         f"preference.beta={preference.beta} with the loss simpo, whose mean logprobs per token are "
         "small numbers: the paper has 2 to 10; set preference.beta=2.0, and preference.simpo_gamma "
         "to about half of it"
+    ]
+
+
+def only_offline_errors(run: RunConfig) -> list[str]:
+    """One line for keys of offline training that reinforcement learning does not read."""
+    changed = changed_keys("preference", run.preference, PreferenceConfig())
+    if run.reward_model.objective != "pairs":
+        changed.append(f"reward_model.objective={run.reward_model.objective!r}")
+    if not changed:
+        return []
+    return [
+        f"{', '.join(changed)} have no effect in reinforcement learning; omit them, or run "
+        "jaxrl.dpo or jaxrl.reward_model (algorithm.advantage='online_dpo' has a pairwise loss)"
     ]
 
 

@@ -1,5 +1,7 @@
 """Rules between the keys of rewards."""
 
+import dataclasses
+
 from jaxrl.config.checks.judge import changed_keys, judge_errors
 from jaxrl.config.choices import REWARDS
 from jaxrl.config.keys import RewardModelConfig, RunConfig
@@ -71,7 +73,28 @@ def _function_errors(run: RunConfig) -> list[str]:
 
 
 def _model_errors(run: RunConfig) -> list[str]:
-    unused = changed_keys("reward_model", run.reward_model, RewardModelConfig())
-    if unused and not run.reward_model.path:
+    model, default = run.reward_model, RewardModelConfig()
+    if not model.step_separator:
+        return ["reward_model.step_separator is empty; set what ends a step, such as '\\n'"]
+    if model.objective == "steps" and not model.path:
+        model = dataclasses.replace(model, objective="pairs", step_separator=default.step_separator)
+    unused = changed_keys("reward_model", model, default)
+    if unused and not model.path:
         return [f"{', '.join(unused)} but reward_model.path is empty; set it, or omit these keys"]
+    if model.step_separator != default.step_separator and not model.step_reward:
+        return [
+            f"reward_model.step_separator={model.step_separator!r} has no effect without steps; "
+            "set reward_model.step_reward, or omit it"
+        ]
+    return _step_errors(run)
+
+
+def _step_errors(run: RunConfig) -> list[str]:
+    """Keys that scores of steps do not work with."""
+    if run.reward_model.step_reward and run.env.episodes:
+        kinds = ", ".join(f"{key}={value!r}" for key, value in run.env.kinds.items() if value)
+        return [
+            f"reward_model.step_reward={run.reward_model.step_reward!r} finds the steps of one "
+            f"response, but {kinds} has episodes; set reward_model.step_reward=''"
+        ]
     return []

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from jaxrl.config.choices import (
     IMAGE_ERRORS,
     ON_ERRORS,
+    SCORE_OBJECTIVES,
     SPECIAL_TOKENS,
+    STEP_REWARDS,
     TOOL_FORMATS,
     TRUNCATIONS,
 )
@@ -380,13 +382,30 @@ class RewardModelConfig:
 
     path: str = key(
         "",
-        "Sequence classifier with one label, in any form that model.path accepts; '' = none",
+        "Sequence classifier with one label, also a process reward model, in any form that "
+        "model.path accepts; '' = none",
     )
     weight: float = key(1.0, "Weight of the reward model's score in the total reward")
     chat_template: str = key(
         "",
         "Chat template for the conversations that it scores, as data.chat_template; '' = that of "
         "its tokenizer",
+    )
+    objective: str = key(
+        "pairs",
+        "jaxrl.reward_model: what is learned; pairs = chosen answers score higher than rejected "
+        "ones, steps = the label of each step of an answer (process reward model)",
+        choices=SCORE_OBJECTIVES,
+    )
+    step_separator: str = key(
+        "\n", "Text that ends a step of an answer, for the objective steps and for step_reward"
+    )
+    step_reward: str = key(
+        "",
+        "Process reward model in RL: its score of a response, from the probabilities that the "
+        "steps are right; tokens = each is a reward at the last token of its step; '' = one score "
+        "at the end",
+        choices=STEP_REWARDS,
     )
     token_budget: int = key(
         0,

@@ -109,10 +109,15 @@ def decode(saved: Mapping[str, Any], prompt_of: Callable[[int, int], Prompt]) ->
                     for sample, column in enumerate(columns)
                 ],
                 version=entry["version"],
-                rewards=entry["rewards"] and [Reward(**reward) for reward in entry["rewards"]],
+                rewards=entry["rewards"] and [_reward(reward) for reward in entry["rewards"]],
             )
         )
     return groups
+
+
+def _reward(saved: Mapping[str, Any]) -> Reward:
+    steps = tuple((end, score) for end, score in saved.get("step_rewards", ()))
+    return Reward(**{**saved, "step_rewards": steps})
 
 
 class _Reader:

@@ -1,4 +1,4 @@
-"""Reward modelling: trains scores that rank chosen completions above rejected ones."""
+"""Reward modelling: trains scores that rank chosen completions, or of steps with labels."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from jaxrl.data.items import ItemMaker
 from jaxrl.data.preferences import Labelled, Pair, pair_maker
 from jaxrl.learner.reward_model import last_scores, scored_sequence
 from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.trainer.offline import steps
 from jaxrl.trainer.offline.dpo import completions_of, preference_metrics
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun
 from jaxrl.types import Demonstration, TrainingSample
@@ -74,12 +75,7 @@ def to_sequence(item: Demonstration) -> TrainingSample:
 def _maker(
     renderer: ChatRenderer, cfg: RunConfig, *, stop: Sequence[int], images: ImageReader | None
 ) -> ItemMaker[Pair | Labelled]:
-    if images is not None:
-        raise ValueError(
-            "config.data.images: reward models of images are not supported, because they are "
-            "exported as text classifiers. Set data.images=False, or learn the preferences with "
-            "jaxrl.dpo"
-        )
+    steps.refuse_images(images)
     return pair_maker(renderer, cfg.data, stop=stop)
 
 
@@ -88,7 +84,7 @@ UNUSED_PREFERENCES = tuple(
     for field in dataclasses.fields(PreferenceConfig)
     if field.name not in ("margin_weight", "center_coef")
 )
-REWARD_MODEL = OfflineObjective(
+PAIRS = OfflineObjective(
     maker=_maker,
     make_samples=make_samples,
     evaluate=evaluate,
@@ -104,3 +100,18 @@ REWARD_MODEL = OfflineObjective(
     ),
     metric_names={},
 )
+STEPS = dataclasses.replace(
+    PAIRS,
+    maker=steps.maker,
+    make_samples=steps.make_samples,
+    evaluate=steps.evaluate,
+    aggregation="token_mean",
+    workload=lambda cfg: dataclasses.replace(PAIRS.workload(cfg), responses_per_example=1),
+    unused_keys=(*PAIRS.unused_keys, "preference"),
+    used_keys=lambda cfg: ("reward_model.objective", "reward_model.step_separator"),
+)
+
+
+def score_objective(cfg: RunConfig) -> OfflineObjective:
+    """The objective of reward_model.objective."""
+    return {"pairs": PAIRS, "steps": STEPS}[cfg.reward_model.objective]

@@ -84,7 +84,7 @@ def make_experience(
                 r.rollout,
                 cfg.algorithm,
                 group=i,
-                turn_rewards=turn_rewards(r, scale, cfg.reward),
+                turn_rewards=turn_rewards(r, scale, cfg),
             ),
             r.rollout.prompt.source,
             cfg.algorithm,

@@ -193,22 +193,27 @@ def scaled_rewards(rewards: np.ndarray, scale: RewardScale, cfg: RewardConfig) -
     return rewards
 
 
-def turn_rewards(scored: ScoredRollout, scale: RewardScale, cfg: RewardConfig) -> np.ndarray | None:
-    """The part of the scaled reward that each response token ends a turn with, [response_len].
+def turn_rewards(scored: ScoredRollout, scale: RewardScale, cfg: RunConfig) -> np.ndarray | None:
+    """The part of the scaled reward that each response token ends a turn or step with.
 
     It is the environment's reward for the turn, times the weight of the reward function
-    "environment", divided by the standard deviation with reward.normalize. None without such a
-    reward, and for a failed one.
+    "environment", and the reward model's for the step, times reward_model.weight; divided by the
+    standard deviation with reward.normalize. [response_len]; None without such rewards, and for a
+    failed one.
     """
-    episode, weights = scored.rollout.episode, cfg.weights or (1.0,) * len(cfg.functions)
-    named = zip(cfg.functions, weights, strict=True)
+    episode, reward = scored.rollout.episode, cfg.reward
+    named = zip(reward.functions, reward.weights or (1.0,) * len(reward.functions), strict=True)
     weight = sum(w for name, w in named if name.partition("?")[0] == "environment")
-    if episode is None or scored.error or not weight:
+    parts = [] if episode is None or not weight else [(weight, episode.step_rewards)]
+    if steps := scored.reward.step_rewards:
+        parts.append((cfg.reward_model.weight, steps))
+    if scored.error or not parts:
         return None
-    factor = weight / scale.std if cfg.normalize else weight
     found = np.zeros(len(scored.rollout.tokens), np.float32)
-    for end, reward in episode.step_rewards:
-        found[end - 1] += factor * reward
+    for weight, rewards in parts:
+        factor = weight / scale.std if reward.normalize else weight
+        for end, value in rewards:
+            found[end - 1] += factor * value
     return found
 
 

@@ -162,7 +162,7 @@ def load_reward_model(host: HostSide, policy: Policy) -> RewardModel | None:
     if folder is None:
         return None
     with host.session.progress.waiting(f"loading the reward model {cfg.reward_model.path}"):
-        return open_reward_model(cfg, folder, policy.dtype)
+        return open_reward_model(cfg, folder, policy.dtype, policy_renderer=host.models.renderer)
 
 
 def make_source(core: Core, engines: Engines, rewards: RewardPool) -> Source:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import check_only_offline
 from jaxrl.data.content import check_content, content
 from jaxrl.layout import Layout, training_rules
 from jaxrl.learner.coefficients import Coefficients, initial_coefficients
@@ -107,6 +108,7 @@ def open_run(cfg: RunConfig, own_rewards: OwnFunctions | None = None) -> Iterato
     `own_rewards` are the functions of this process that reward.functions names, if it names such.
     Raises ValueError or OSError if the config, the models, the data or the folder is invalid.
     """
+    check_only_offline(cfg)
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
         host = open_host(session, own_rewards)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.config.keys import RewardConfig
+from jaxrl.config.keys import RewardConfig, RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.data.iterator import solved
 from jaxrl.trainer.phases.mini_batches import drop_overlong, make_mini_batches
@@ -88,6 +88,10 @@ def rewards_of(*values, error=""):
     return failed if error else scored
 
 
+def with_rewards(**fields):
+    return RunConfig(reward=RewardConfig(**fields))
+
+
 def with_episode(steps, *, error="", reward_error=""):
     """A rollout of six tokens with an episode of these rewards."""
     [scored] = rollouts_with([[1]], length=6)
@@ -96,18 +100,18 @@ def with_episode(steps, *, error="", reward_error=""):
 
 
 def test_rewards_of_turns_have_the_weight_and_scale_of_the_whole_reward():
-    cfg = RewardConfig(functions=("math", "environment"), weights=(1.0, 0.5), normalize=True)
+    cfg = with_rewards(functions=("math", "environment"), weights=(1.0, 0.5), normalize=True)
     scale = RewardScale().updated(rewards_of(1.0, 5.0))  # deviation 2
     got = turn_rewards(with_episode(((2, 4.0), (6, -2.0))), scale, cfg)
     assert got.tolist() == [0, 1, 0, 0, 0, -0.5]  # 4 * 0.5 / 2, -2 * 0.5 / 2
-    plain = dataclasses.replace(cfg, normalize=False, weights=())
+    plain = with_rewards(functions=("math", "environment"))
     assert turn_rewards(with_episode(((2, 4.0),)), scale, plain).tolist() == [0, 4, 0, 0, 0, 0]
 
 
 def test_only_a_valid_reward_of_the_environment_is_split_into_turns():
     scale, steps = RewardScale(), ((2, 4.0),)
-    environment = RewardConfig(functions=("environment",))
-    assert turn_rewards(with_episode(steps), scale, RewardConfig(functions=("math",))) is None
+    environment = with_rewards(functions=("environment",))
+    assert turn_rewards(with_episode(steps), scale, with_rewards(functions=("math",))) is None
     assert turn_rewards(rollouts_with([[1]])[0], scale, environment) is None
     assert turn_rewards(with_episode(steps, error="died"), scale, environment) is None
     assert turn_rewards(with_episode(steps, reward_error="hung"), scale, environment) is None
