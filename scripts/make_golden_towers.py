@@ -2,7 +2,8 @@
 
 tests/models/vision/golden/<name>/ has a checkpoint, saved by transformers, and the patches, grids
 and features of a few images of odd sizes: those of all images one after the other, and of towers
-with deepstack also those of each of its layers.
+with deepstack also those of each of its layers. A tower with limits (`gemma4_limits`) has the
+gradient of the sum of the sines of its features too.
 
 torch is not a dependency of the project; run this in the environment of scripts/make_golden.py:
     /tmp/torch/bin/python scripts/make_golden_towers.py tests/models/vision/golden [NAME ...]
@@ -75,6 +76,26 @@ GLOBAL = dict(
     hidden_size_per_layer_input=0,
     rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=50.0)),
 )
+# The form of E2B and E4B: limits, inputs of layers by token, shared keys and values, audio
+LIMITED = POOLED | dict(standardize=False, use_clipped_linears=True)
+BY_TOKEN = GLOBAL | dict(
+    num_hidden_layers=2,
+    layer_types=["full_attention"] * 2,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=32,
+    num_kv_shared_layers=1,
+    use_double_wide_mlp=True,
+)
+AUDIO = dict(
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    subsampling_conv_channels=[4, 2],
+    conv_kernel_size=3,
+    attention_chunk_size=2,
+    attention_context_left=3,
+    output_proj_dims=6,
+)
 # name -> (class, vision_config, text_config, entries of the top level)
 MODELS = {
     "qwen3_vl": ("Qwen3VL", TABLE | dict(deepstack_visual_indexes=[2, 0]), TEXT, TOKENS),
@@ -88,6 +109,12 @@ MODELS = {
     ),
     "gemma3": ("Gemma3", SIGLIP, TEXT, dict(mm_tokens_per_image=9, image_token_index=5)),
     "gemma4": ("Gemma4", POOLED, TEXT | GLOBAL, dict(image_token_id=5, audio_config=None)),
+    "gemma4_limits": (
+        "Gemma4",
+        LIMITED,
+        TEXT | BY_TOKEN,
+        dict(image_token_id=5, audio_token_id=6, audio_config=AUDIO),
+    ),
 }
 GRIDS = np.array([(1, 4, 6), (1, 10, 2), (1, 6, 14), (1, 2, 2)])  # in patches
 N_SQUARE = 3  # images of a tower with one size
@@ -98,6 +125,10 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = [(name, value) for name, value in model.named_buffers() if ".std_" in name]
+        limits = [(n, v) for n, v in model.named_buffers() if n.endswith(("put_min", "put_max"))]
+        for name, value in limits:
+            size = 0.5 + torch.rand(value.shape, generator=generator)
+            value.copy_(-size if name.endswith("min") else size)
         for name, value in [*model.named_parameters(), *buffers]:
             noise = torch.randn(value.shape, generator=generator)
             if "norm" in name or "ln_q" in name or "std_scale" in name:
@@ -143,9 +174,17 @@ def pooled_images(model: torch.nn.Module, rng: np.random.Generator) -> dict[str,
         places = np.stack(np.divmod(np.arange(h * w), w)[::-1], axis=-1)  # (x, y)
         patches.append(rng.uniform(size=(h * w, width)).astype(np.float32))
         inputs = torch.from_numpy(patches[-1])[None], torch.from_numpy(places)[None]
-        features.append(model.model.get_image_features(*inputs).pooler_output[0].numpy())
-    patches, features = np.concatenate(patches), np.concatenate(features)
-    return dict(patches=patches, grids=GRIDS, features=features)
+        features.append(model.model.get_image_features(*inputs).pooler_output[0])
+    features = torch.cat(features)
+    saved = dict(patches=np.concatenate(patches), grids=GRIDS, features=features.detach().numpy())
+    return saved | (gradients(model, features) if features.requires_grad else {})
+
+
+def gradients(model: torch.nn.Module, features: torch.Tensor) -> dict[str, np.ndarray]:
+    """The gradient of the sum of the sines of the features, for each parameter that has one."""
+    features.sin().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {f"grad:{name}": grad.numpy() for name, grad in found.items()}
 
 
 WRITERS = {"siglip_vision_model": square_images, "gemma4_vision": pooled_images}
@@ -164,7 +203,7 @@ def main(target: Path, names: list[str]) -> None:
         randomise(model, seed)
         model.save_pretrained(target / name)
         rng = np.random.default_rng(seed)
-        with torch.no_grad():
+        with torch.set_grad_enabled(name == "gemma4_limits"):
             saved: Any = WRITERS.get(config.vision_config.model_type, packed_images)(model, rng)
         np.savez_compressed(target / name / "golden_tower.npz", **saved)
         print(f"{name}: |feature| up to {np.abs(saved['features']).max():.1f}")

@@ -139,12 +139,12 @@ def test_a_model_without_a_tower_has_no_rows_of_one():
 def test_a_tower_that_is_refused_is_not_checked(tmp_path):
     folder = copy_of(TOWERS / "gemma4", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    config["vision_config"]["use_clipped_linears"] = True
+    config["vision_config"]["attention_bias"] = True
     (folder / "config.json").write_text(json.dumps(config))
     (row,) = check_model.tower_rows(folder)
     assert row.passed is None
     assert "not checked: " in row.text
-    assert "use_clipped_linears is True" in row.text
+    assert "attention_bias is True" in row.text
 
 
 @pytest.mark.thorough

@@ -159,6 +159,7 @@ class MLPConfig:
     gated: bool = True  # act(gate) * up, not act(up)
     fused: bool = False  # one projection of gate and up
     names: MLPNames = MLP_NAMES
+    clipped: bool = False  # inputs and outputs of its linear layers have limits
 
     @property
     def n_matrices(self) -> int:

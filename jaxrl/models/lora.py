@@ -34,6 +34,7 @@ from jaxrl.types import Tree
 from sharding import Rules
 
 ALL_LINEAR = "all-linear"
+STATISTICS = ("std_bias", "std_scale", "limits")  # of a vision tower
 LAYER_PREFIX = re.compile(r"^model\.layers\.\d+\.")
 
 
@@ -367,7 +368,7 @@ def with_base(saved: Tree, base: Decoder) -> Decoder:
 
 def _is_trained(model: Decoder) -> Tree:
     """A tree of bools."""
-    fixed = _in_parts(model, "a0", "b0", "correction", "scalar", "std_bias", "std_scale")
+    fixed = _in_parts(model, "a0", "b0", "correction", "scalar", *STATISTICS)
     if model.cfg.tower is not None and model.cfg.tower.frozen:
         tower, projector = (_in_parts(model, *p) for p in (("tower",), ("merger", "deepstack")))
         fixed = jax.tree.map(lambda f, t, p: f or (t and not p), fixed, tower, projector)

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import zlib
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxrl.types import Tree
 from sharding import Rules
 
 PLACEHOLDER = re.compile(r"\{(layer|expert)\}")
+CONSTANTS = {"zeros": 0.0, "ones": 1.0, "infinity": math.inf, "minus_infinity": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: str  # "normal" | "unit_normal" | "zeros" | "ones" | "lora_a" | "log_decay"
+    init: str  # a key of CONSTANTS | "normal" | "unit_normal" | "lora_a" | "log_decay"
     hf: str  # e.g. "model.layers.0.mlp.up_proj.weight"
     hf_shape: tuple[int, ...]  # of one tensor in the file
     dtype: str | None = None  # of parts of quantized weights; None: the model's
@@ -67,10 +69,10 @@ class ParamSpec:
         return tuple(range(first, end)), tuple(range(end, len(self.shape)))
 
     @property
-    def file_rows(self) -> np.ndarray | slice:
+    def file_rows(self) -> np.ndarray | EllipsisType:
         """The row in the file of each of the rows here: an index of the file's tensor."""
         if not self.blocks:
-            return slice(None)
+            return ...
         n = self.hf_shape[0] // sum(self.blocks)
         ends = n * np.cumsum(self.blocks)
         blocks = np.split(np.arange(self.hf_shape[0]), ends[:-1])
@@ -163,8 +165,8 @@ def _init_param(
     out: jax.P,
 ) -> jax.Array:
     """One parameter; `seeds` holds one number for every index of its first `n_lead` axes."""
-    if init in ("zeros", "ones"):
-        return jax.reshard((jnp.zeros if init == "zeros" else jnp.ones)(shape, dtype), out)
+    if init in CONSTANTS:
+        return jax.reshard(jnp.full(shape, CONSTANTS[init], dtype), out)
     keys = jax.vmap(lambda seed: jax.random.fold_in(key, seed))(seeds)
     if init == "log_decay":
         draw = functools.partial(jax.random.uniform, shape=shape[n_lead:], minval=0.01, maxval=16.0)

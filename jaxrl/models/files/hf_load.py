@@ -142,7 +142,7 @@ def read_param(
 def tensor_slice(spec: ParamSpec, info: FileTensor, index: tuple[slice, ...]) -> np.ndarray:
     """A slice of one tensor in the shape of `spec`; of a quantized one only it is dequantized."""
     if not isinstance(info, QuantizedTensor):
-        return spec.from_file(map_tensor(info))[index]
+        return spec.from_file(map_tensor(info))[(*index, ...)]  # an array, of a scalar too
     shape = spec.shape[len(spec.stacked_shape) :]
     return info.read(file_places(spec, index)).reshape(slice_shape(shape, index))
 

@@ -17,6 +17,7 @@ from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.quantized_matmul import quantized_matmul
 from jaxrl.models.config import LoRA, target_name
+from jaxrl.models.layers.limits import Limits
 from jaxrl.models.layers.stored import (
     QUANTIZED,
     MakeParam,
@@ -133,7 +134,8 @@ def own_part(
 class Linear(nnx.Module):
     """y = x Wᵀ + b, plus the change of an adapter if it has one.
 
-    `eq` is the einsum of (x, W), with W's dimensions ordered out, in.
+    `eq` is the einsum of (x, W), with W's dimensions ordered out, in. If it is `clipped`, x and y
+    are limited to ranges (limits.py).
 
     Both may be several dimensions. The product runs on [out, in] matrices. For a weight of three
     dimensions, XLA on CPU would first copy a transpose on every call, and a row's bits would depend
@@ -152,6 +154,7 @@ class Linear(nnx.Module):
         lora: LoRA | None = None,
         base_dtype: str = "",
         blocks: tuple[int, ...] = (),
+        clipped: bool = False,
     ):
         if blocks:  # of the rows of every [out, in] and [out] in the file
             make = in_blocks(make, blocks)
@@ -177,6 +180,7 @@ class Linear(nnx.Module):
         if lora is not None and target_name(name) in lora.targets:
             change = Adapter(make, name, lora, shape, axes, n_out=self.n_out, hf_shape=hf_shape)
         self.lora: Adapter | None = nnx.data(change)
+        self.limits: Limits | None = Limits(make, name) if clipped else None
 
     def __call__(self, x: Float[Array, "B T *in"], rules: Rules) -> Float[Array, "B T *out"]:
         return apply_linears(x, self, rules=rules)[0]
@@ -298,8 +302,13 @@ def apply_linears(
 ) -> list[Float[Array, "B T ..."]]:
     """Several linear maps of the same x; the decode kernel reads their weights in one call.
 
-    The outputs of all of them are sharded, or those of none.
+    The outputs of all of them are sharded, or those of none. Layers with limits are computed one
+    by one, because each has its own inputs.
     """
+    if len(linears) > 1 and any(linear.limits is not None for linear in linears):
+        return [linear(x, rules) for linear in linears]
+    if (limits := linears[0].limits) is not None:
+        x = limits.clip_input(x)
     kind = linears[0].matmul_dtype
     if linears[0].in_axis == "embed":
         # Scales multiply whole sums: quantized products leave none to the residual stream. Outputs
@@ -328,7 +337,8 @@ def apply_linears(
     if any(isinstance(w, QUANTIZED) for w in stored):
         multiply = jax.checkpoint(multiply)  # backward must not keep weights in the dtype of x
     ys = multiply(inputs, stored)
-    return [linear.finish(x, y, rules) for linear, y in zip(linears, ys, strict=True)]
+    outs = [linear.finish(x, y, rules) for linear, y in zip(linears, ys, strict=True)]
+    return outs if limits is None else [limits.clip_output(outs[0])]
 
 
 @jax.custom_vjp

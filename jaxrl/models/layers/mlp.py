@@ -73,6 +73,7 @@ class MLP(nnx.Module):
 
     def __init__(self, make: MakeParam, cfg: LinearOptions, ffn: MLPConfig):
         options: Any = dict(bias=ffn.bias, lora=cfg.lora, base_dtype=cfg.base_dtype)
+        options["clipped"] = ffn.clipped
 
         def up(name: str) -> Linear:
             axes = ("ffw", "w_embed")

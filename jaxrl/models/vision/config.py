@@ -46,6 +46,7 @@ class ImageAttentionConfig:
     by_halves: bool = False  # the halves of a head are rotated, not the halves of its pairs
     qk_norms: tuple[str, str] | None = None  # names in files; then values are normalized too
     scale: float | None = None  # of the scores; None: H ** -0.5
+    clipped: bool = False  # inputs and outputs of its linear layers have limits
 
     @property
     def score_scale(self) -> float:

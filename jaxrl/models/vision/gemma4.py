@@ -1,8 +1,8 @@
 """The tower of Gemma 4 and its projector.
 
 Norms are before and after attention and the MLP; queries, keys and values are normalized, and
-positions are learned by row and by column. A token is the mean of k x k patches. Definition:
-transformers' model type `gemma4_vision`.
+positions are learned by row and by column. A token is the mean of k x k patches. In E2B and E4B
+the linear layers of blocks have limits. Definition: transformers' model type `gemma4_vision`.
 """
 
 from typing import Any
@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = dict(
     pooling_kernel_size=3,
     patch_size=16,
     position_embedding_size=10 * 1024,
+    use_clipped_linears=False,
 )
 DEFAULT_THETA = 100.0
 TEXT_WIDTH = 2304  # transformers' default of hidden_size in text_config
@@ -40,8 +41,6 @@ ENTRIES = entries.Entries(
     read=frozenset({*DEFAULTS, "standardize", "model_type"}) | ROPE,
     # the number of tokens is the image processor's; transformers reads no global_head_dim here
     neutral=frozenset({"max_position_embeddings", "default_output_length", "global_head_dim"}),
-    # the limits of clipped layers are tensors that are not read
-    neutral_at={"use_clipped_linears": (False,)},
 )
 # The parts of the projector are in both folders of names.
 PREFIX, TOWER = "model.", "vision_tower."
@@ -68,6 +67,7 @@ def from_hf(config: ConfigJson) -> TowerConfig:
             "supported; use a model with as many"
         )
     norm = NormConfig(rms=True, eps=float(c["rms_norm_eps"]), round_last=True)
+    clipped, act = c["use_clipped_linears"], read_activation(c, "hidden_activation")
     return TowerConfig(
         "gemma4",
         L=c["num_hidden_layers"],
@@ -80,10 +80,9 @@ def from_hf(config: ConfigJson) -> TowerConfig:
             by_halves=True,
             qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
             scale=1.0,
+            clipped=clipped,
         ),
-        ffn=MLPConfig(
-            c["intermediate_size"], read_activation(c, "hidden_activation"), names=MLP_NAMES
-        ),
+        ffn=MLPConfig(c["intermediate_size"], act, clipped=clipped, names=MLP_NAMES),
         out_D=(config.get("text_config") or {}).get("hidden_size", TEXT_WIDTH),
         patch=patch,
         patch_shape=(3 * patch**2,),
@@ -123,5 +122,6 @@ def to_hf(cfg: TowerConfig) -> dict[str, Any]:
         patch_size=cfg.patch,
         position_embedding_size=cfg.table,
         standardize=cfg.merger.standard is not None,
+        use_clipped_linears=cfg.attn.clipped,
     )
     return dict(vision_config=vision)

@@ -66,6 +66,7 @@ class ImageAttention(nnx.Module):
     def __init__(self, make: MakeParam, cfg: TowerConfig):
         attn, D = cfg.attn, cfg.D
         options: Any = dict(bias=attn.bias, lora=cfg.options(cfg.names.block).lora)
+        options["clipped"] = attn.clipped
         N, H = attn.N, attn.H
         fused = len(cfg.names.qkv) == 1
         shape, axes = (N, 3 * H if fused else H, D), ("heads", None, "w_embed")

@@ -99,7 +99,10 @@ def check_types(vision: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raises ValueError for the first entry of another type than its default, or a size of none."""
     for name, default in defaults.items():
         value = vision.get(name, default)
-        if isinstance(default, int) and (type(value) is not int or not 0 < value <= MAX_SIZE):
+        if isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise wrong(name, value, "true or false")
+        elif isinstance(default, int) and (type(value) is not int or not 0 < value <= MAX_SIZE):
             raise wrong(name, value, f"an integer from 1 to {MAX_SIZE}")
         if isinstance(default, float) and not is_number(value):
             raise wrong(name, value, "a number")

@@ -10,7 +10,9 @@ import pytest
 from jaxrl.models.files.quantized.tensors import read_tensor
 from jaxrl.models.files.safetensors import read_header, write_tensors
 from jaxrl.models.files.weight_files import all_tensors
+from jaxrl.models.spec import hf_names, is_spec
 from jaxrl.models.vision.files import common_name, is_of_tower, load_tower, tower_tensors
+from jaxrl.models.vision.tower import tower_specs
 from jaxrl.models.vision.towers import TOWERS as KNOWN
 from jaxrl.models.vision.towers import folder_tower, tower_from_hf, tower_to_hf
 from sharding import TRAIN
@@ -106,7 +108,7 @@ def test_a_text_model_has_no_tower(tmp_path):
         ("qwen2_5_vl", dict(window_size=9), "no multiple of the 4 of a token"),
         ("qwen2_5_vl", dict(in_chans=1), "in_chans is 1, and for qwen2_5_vl"),
         ("gemma3", dict(image_size=13), "no square of tokens"),
-        ("gemma4", dict(use_clipped_linears=True), "use_clipped_linears is True"),
+        ("gemma4", dict(use_clipped_linears="yes"), "use_clipped_linears is 'yes', expected true"),
         ("gemma4", dict(num_key_value_heads=1), "only that of 2 query heads"),
         ("gemma4", dict(attention_bias=True), "attention_bias is True"),
         ("gemma4", dict(head_dim=6), "heads of 6 features have no equal pairs"),
@@ -123,6 +125,39 @@ def test_published_entries_of_gemma4_without_effect_are_read():
     cfg = tower_from_hf(config("gemma4", **changes))
     assert cfg.attn.theta == 100
     assert tower_from_hf(config("gemma4")).attn.theta == 50
+
+
+def test_the_published_tower_of_gemma4_e2b_is_read():
+    """Every entry of its vision_config, with those that transformers writes for all models."""
+    sizes = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=16, head_dim=64)
+    heads = dict(num_attention_heads=12, num_key_value_heads=12, global_head_dim=64)
+    patches = dict(patch_size=16, pooling_kernel_size=3, position_embedding_size=10240)
+    switches = dict(use_clipped_linears=True, standardize=False, attention_bias=False)
+    neutral = dict(
+        attention_dropout=0.0,
+        default_output_length=280,
+        dtype="bfloat16",
+        hidden_activation="gelu_pytorch_tanh",
+        id2label={"0": "LABEL_0", "1": "LABEL_1"},
+        initializer_range=0.02,
+        is_encoder_decoder=False,
+        label2id={"LABEL_0": 0, "LABEL_1": 1},
+        max_position_embeddings=131072,
+        output_attentions=False,
+        problem_type=None,
+        return_dict=True,
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(rope_theta=100.0, rope_type="default"),
+    )
+    vision = dict(model_type="gemma4_vision") | sizes | heads | patches | switches | neutral
+    text = dict(hidden_size=1536)
+    cfg = tower_from_hf(config("gemma4_limits") | dict(vision_config=vision, text_config=text))
+    assert (cfg.L, cfg.out_D, cfg.attn.theta) == (16, 1536, 100)
+    assert cfg.attn.clipped and cfg.ffn.clipped
+    names = {n for s in jax.tree.leaves(tower_specs(cfg), is_leaf=is_spec) for n in hf_names(s)}
+    limits = {name for name in names if name.endswith(("put_min", "put_max"))}
+    assert len(limits) == 16 * 7 * 4
+    assert "model.vision_tower.encoder.layers.15.mlp.down_proj.output_max" in limits
 
 
 def test_an_unknown_tower_is_refused_with_the_known_ones():

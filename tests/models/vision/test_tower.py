@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models.files.hf_save import named_tensors
 from jaxrl.models.spec import abstract_params, init_params
 from jaxrl.models.vision.files import load_tower
 from jaxrl.models.vision.patches import pack_patches
@@ -42,6 +43,37 @@ def test_features_equal_those_of_transformers(golden, one_device):
     n = sum(map(len, expected))
     np.testing.assert_allclose(found[0, 0, :n], np.concatenate(expected), atol=1e-4, rtol=1e-4)
     np.testing.assert_allclose(found[1:, 0, :n], np.concatenate(deep, 1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.thorough
+def test_gradients_through_limits_equal_those_of_transformers(one_device):
+    """Limits have no gradient; some of all inputs and outputs are outside of them."""
+    saved = np.load(GOLDEN / "gemma4_limits" / "golden_tower.npz")
+    cfg, tower = load_tower(GOLDEN / "gemma4_limits", rules=TRAIN)
+    images, expected, _ = golden_images("gemma4_limits")
+    rows, n = pack_patches(cfg, [images], P), sum(map(len, expected))
+    of_images = np.arange(P // cfg.merge**2)[:, None] < n
+
+    @jax.jit
+    @jax.grad
+    def gradient(tower: Tower):
+        return jnp.sum(jnp.sin(features(tower, rows)) * of_images)
+
+    grads = {t.name: t.read() for t in named_tensors(tower_specs(cfg), gradient(tower))}
+    limits = {name for name in grads if name.endswith(("put_min", "put_max"))}
+    assert len(limits) == 4 * 7 * cfg.L
+    assert all(grads[name] == 0 for name in limits)
+    names = {name.removeprefix("grad:") for name in saved if name.startswith("grad:")}
+    assert grads.keys() - limits == names
+    for name in names:
+        found, torch = grads[name], saved[f"grad:{name}"]
+        np.testing.assert_allclose(found, torch, atol=1e-4 * max(1, np.abs(torch).max()))
+    unlimited = jax.tree.map_with_path(
+        lambda path, w: jnp.sign(w) * jnp.inf if "limits" in jax.tree_util.keystr(path) else w,
+        tower,
+    )
+    found = np.asarray(features(unlimited, rows))[0, 0, :n]
+    assert np.abs(found - np.concatenate(expected)).max() > 0.1
 
 
 @pytest.mark.thorough
