@@ -6,7 +6,8 @@
 `clients` starts a server for each number of clients. Each client trains its own adapter: a step is
 forward_backward with a few random sequences, and optim_step. The clients run one after the other,
 then all at the same time, after one such round that compiles the programs. A token is useful if it
-is in a sequence; the CPU time is that of the server alone. Format of a line:
+is in a sequence; the CPU time is that of the server alone, and each client keeps its connection.
+Format of a line:
 
     N clients  one after the other A tokens/CPU-s  together B tokens/CPU-s  B/A x
 

@@ -51,7 +51,7 @@ class AdapterRoom:
             return [[i] for i in range(len(self.specs))]
         found: dict[Any, list[int]] = {}
         for i, (path, spec) in enumerate(self.specs):
-            found.setdefault((path[-1].name, spec.shape, spec.axes), []).append(i)
+            found.setdefault((_name(path), spec.shape, spec.axes), []).append(i)
         return list(found.values())
 
     @property
@@ -138,6 +138,11 @@ class AdapterRoom:
 
         The scale of weights is 1.
         """
-        is_b = [path[-1].name == "b" for path, _ in self.specs]
+        is_b = [_name(path) == "b" for path, _ in self.specs]
         pairs = zip(leaves, is_b, strict=True)
         return [(array * scale if b else array).astype(dtype) for array, b in pairs]
+
+
+def _name(path: Any) -> str:
+    """The last part of a path in a model."""
+    return jax.tree_util.keystr(path[-1:], simple=True)
