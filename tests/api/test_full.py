@@ -21,7 +21,8 @@ DATA = [(PROMPT, {"target_tokens": np.array(TARGETS)})]
 
 @pytest.fixture(scope="module")
 def opened(model_folder, tmp_path_factory):
-    return loaded(arguments(model_folder, tmp_path_factory.mktemp("run"), "--full"))
+    argv = arguments(model_folder, tmp_path_factory.mktemp("run"), "--full")
+    return loaded([one for one in argv if not one.startswith(("--max-models", "--slots"))])
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,11 @@ def expected_gradient(opened) -> tuple[float, float]:
     samples = read_samples("cross_entropy", data, n_vocab=272, max_len=128)
     [lane] = pack_lanes(samples, [np.array(TARGETS)], run, n_ranks=1)
 
+    batch = jax.tree.map(jnp.asarray, lane.batch)
+
     def loss(params):
-        logp = score_tokens(params, lane.batch, cfg=run, rules=model.layout.rules, remat="none")[0]
-        return -jnp.sum(jnp.where(lane.batch.mask > 0, logp, 0.0))
+        logp = score_tokens(params, batch, cfg=run, rules=model.layout.rules, remat="none")[0]
+        return -jnp.sum(jnp.where(batch.mask > 0, logp, 0.0))
 
     with jax.set_mesh(model.mesh):
         value, gradient = jax.jit(jax.value_and_grad(loss))(model.params)

@@ -11,6 +11,6 @@ def test_full_training_has_one_model_whose_weights_are_not_quantized(capsys):
         ("--config.rollout.dtype=int8", "--config.rollout.dtype='int8': --full trains all weights"),
         ("--max-models=9", "--max-models=9: --full trains one model"),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as stopped:
             read(["--model=m", "--full", argument])
-        assert message in capsys.readouterr().err
+        assert message in f"{stopped.value} {capsys.readouterr().err}"
