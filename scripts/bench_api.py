@@ -6,7 +6,8 @@
 `clients` starts a server for each number of clients. Each client trains its own adapter: a step is
 forward_backward with a few random sequences, and optim_step. The clients run one after the other,
 then all at the same time, after one such round that compiles the programs. A token is useful if it
-is in a sequence; the CPU time is that of the server alone. Format of a line:
+is in a sequence; the CPU time is that of the server alone, and each client keeps its connection.
+Format of a line:
 
     N clients  one after the other A tokens/CPU-s  together B tokens/CPU-s  B/A x
 
@@ -16,6 +17,7 @@ tokens together and 8 adapters, and prints what each needs next to the base mode
 
 import argparse
 import functools
+import http.client
 import json
 import os
 import re
@@ -127,7 +129,9 @@ class Client:
     """A client with one model in training."""
 
     def __init__(self, address: str, key: str, args: argparse.Namespace):
-        self._address, self._key, self._seq_id = address, key, 0
+        self._key, self._seq_id = key, 0
+        # Kept open, as the package tinker does.
+        self._connection = http.client.HTTPConnection(address.rpartition("/")[2], timeout=600)
         rng = np.random.default_rng(len(key))
         self._data = b"".join(_datum(rng, args.len) for _ in range(args.sequences))
         session = self._call("create_session", {})["session_id"]
@@ -154,9 +158,16 @@ class Client:
         kind = "application/json" if is_json else "application/x-protobuf"
         headers = {"X-API-Key": self._key, "Content-Type": kind}
         raw = json.dumps(body).encode() if is_json else body
-        request = urllib.request.Request(f"{self._address}/api/v1/{path}", raw, headers)
-        with urllib.request.urlopen(request, timeout=600) as response:
-            return response.read()
+        while True:
+            try:
+                self._connection.request("POST", f"/api/v1/{path}", raw, headers)
+                with self._connection.getresponse() as response:
+                    found = response.read()
+            except ConnectionError:  # the server closed it while it was idle
+                self._connection.close()
+                continue
+            assert response.status == 200, found
+            return found
 
     def _wait(self, future: Any, field: str = "") -> Any:
         """A field of the result of a request, once it has ended."""
@@ -222,10 +233,10 @@ def measure_memory(args: argparse.Namespace) -> None:
             loss = jax.tree.map(
                 lambda a, n=n: abstract((n,), dtype=a.dtype), read_loss("cross_entropy", {})
             )
-            weights = [[of_spec(spec) for _, spec in room.specs] for _ in range(n)]
-            lower = functools.partial(lane_gradients.lower, room=room, dtype=jnp.float32)
-            cfg = lane_config(run, args.budget // n)
-            lowered = lower(weights, abstract((n,)), loss, batch, frozen, cfg=cfg)
+            weights = [[of_spec(spec) for spec in room.group_specs] for _ in range(n)]
+            of = dict(room=room, dtype=jnp.float32, cfg=lane_config(run, args.budget // n))
+            program = jax.jit(functools.partial(lane_gradients, **of))
+            lowered = program.lower(weights, abstract((n,)), loss, batch, frozen)
             memory = lowered.compile().memory_analysis()
             assert memory is not None, "this platform does not say what a program needs"
             n_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes

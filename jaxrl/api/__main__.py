@@ -5,15 +5,14 @@ Options and endpoints: docs/how_to/training_api.md and --help.
 
 import argparse
 import functools
-import gc
-import logging
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxrl.api.options import KEYS_VARIABLE, read
 from jaxrl.config.keys import RunConfig
-from jaxrl.runtime.start import begin_loading, end_loading
+from jaxrl.runtime.start import begin_loading
 
 if __name__ == "__main__":  # answers a mistyped argument before the imports that take seconds
     OPTIONS, CONFIG = read(sys.argv[1:])
@@ -36,44 +35,30 @@ from jaxrl.api.sampling import AdapterSlots, Sampler, loader
 from jaxrl.api.service import Service
 from jaxrl.api.store import Store
 from jaxrl.api.training import Trainer
-from jaxrl.ending import default_on_signals
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
-from jaxrl.http.listener import listener, require_loopback, url
+from jaxrl.http.listener import require_loopback
 from jaxrl.models.lora import without_adapters
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
-from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
+from jaxrl.serve.run import run_server
 
 WRITERS = 2  # threads that detokenize responses
 
 
 def serve(options: argparse.Namespace, run: RunConfig) -> int:
-    """Serves until Ctrl-C. Exit status: 0 stopped, 1 after an error with a message."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        with listener(options.host, options.port) as listening:
-            if not options.keys:
-                require_loopback(
-                    listening, f"set --keys, or {KEYS_VARIABLE}, to a file of API keys"
-                )
-            with explain_out_of_memory(None, None):
-                web = server(open_service(options, run), options)
-            end_loading()
-            gc.freeze()  # a full collection of jax's objects would stop all threads
-            default_on_signals()  # uvicorn handles them, and raises them again after its shutdown
-            print(
-                f"training API of {options.name} on {url(listening)}; stop with Ctrl-C", flush=True
-            )
-            web.run(sockets=[listening])
-    except (ValueError, OSError, OutOfMemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # after the shutdown of all requests
-        pass
-    return 0
+    """Serves until Ctrl-C. Returns the exit status."""
+
+    def opened(listening: socket.socket) -> HttpServer:
+        if not options.keys:
+            require_loopback(listening, f"set --keys, or {KEYS_VARIABLE}, to a file of API keys")
+        return server(open_service(options, run), options)
+
+    return run_server(
+        options, opened, lambda address: f"training API of {options.name} on {address}"
+    )
 
 
 def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
@@ -84,6 +69,8 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
 
 def load_model(options: argparse.Namespace, run: RunConfig) -> Model:
     """The model with room for the adapters that the engine samples from."""
+    if options.full:
+        return open_model(run, max_len=options.max_len)
     room = functools.partial(room_for, rank=options.max_rank, n_stacked=options.slots)
     return open_model(run, max_len=options.max_len, room=room)
 
@@ -96,7 +83,8 @@ def make_service(
         model.engine, model.params, model.mesh, metrics, max_tasks=2 * options.max_waiting
     )
     base = without_adapters(model.params)
-    room = AdapterRoom(base.cfg, room_for(base.cfg, options.max_rank), layout.rules)
+    lora = None if options.full else room_for(base.cfg, options.max_rank)
+    room = AdapterRoom(base.cfg, lora, layout.rules)
     with jax.set_mesh(model.mesh):
         n_ranks = layout.rules.n_shards("batch")
     trainer = Trainer(run, base, room, n_ranks, layout.dtype)
@@ -115,8 +103,9 @@ def make_service(
         engine,
         metrics,
         ThreadPoolExecutor(WRITERS, "writer"),
-        AdapterSlots(options.slots, loader(model, engine)),
+        AdapterSlots(options.slots, loader(model, engine, trains_all=options.full)),
         options.timeout_s,
+        trains_all=options.full,
     )
     return Service(
         store,

@@ -16,6 +16,8 @@ from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.files.adapter import adapter_config, read_adapter, save_adapter
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
+from jaxrl.models.files.hf_load import load_params
+from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.layers.mlp import SHARED_GATE
 from jaxrl.models.lora import adapter_name, linear_layers
 
@@ -93,11 +95,11 @@ class AdapterFiles:
     source: Path  # its folder
 
     def save_weights(self, folder: Path, adapter: TrainedAdapter) -> None:
-        """Writes the weights in PEFT's format; replaces the folder."""
+        """Writes an adapter in PEFT's format, or a model in Hugging Face's; replaces the folder."""
         self._save(folder, adapter, adapter.weights)
 
     def save_state(self, folder: Path, adapter: TrainedAdapter) -> None:
-        """Writes weights and moments, each in PEFT's format; the folder appears complete.
+        """Writes weights and moments, each as `save_weights`; the folder appears complete.
 
         A gradient since the last step is not part of it.
         """
@@ -109,7 +111,7 @@ class AdapterFiles:
 
     def load(self, folder: Path, *, optimizer: bool) -> TrainedAdapter:
         """The adapter of a saved state, with new moments unless `optimizer` is set."""
-        lora = adapter_config(folder / WEIGHTS)
+        lora = None if self.trainer.trains_all else adapter_config(folder / WEIGHTS)
         weights = self._read(folder / WEIGHTS, lora)
         moments = start_moments(weights)
         if optimizer:
@@ -123,8 +125,13 @@ class AdapterFiles:
 
     def _save(self, folder: Path, adapter: TrainedAdapter, arrays: Arrays) -> None:
         model = self.trainer.room.cut(arrays, self.trainer.single(adapter.lora))
-        save_adapter(folder, model, base=self.base, source=self.source)
+        if adapter.lora is None:
+            save_model(folder, model, source=self.source, dtype=jnp.float32)
+        else:
+            save_adapter(folder, model, base=self.base, source=self.source)
 
-    def _read(self, folder: Path, lora: LoRA) -> Arrays:
+    def _read(self, folder: Path, lora: LoRA | None) -> Arrays:
         room, single = self.trainer.room, self.trainer.single(lora)
+        if lora is None:
+            return room.pad(load_params(folder, room.rules, single.cfg, jnp.float32))
         return room.pad(read_adapter(folder, single, room.rules, jnp.float32))

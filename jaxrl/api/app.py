@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from starlette.routing import Route
 
 from jaxrl.api.service import Service
 from jaxrl.api.store import FAILED, PENDING
-from jaxrl.http.body import BodyReader
+from jaxrl.http.body import SMALL_BYTES, BodyReader
 from jaxrl.http.errors import RequestError
 from jaxrl.http.openai import read_object
 from jaxrl.http.replies import ERROR_HANDLERS, client_key, while_connected
@@ -53,6 +54,8 @@ class ApiApp:
             await service.stop()
 
         answers: dict[str, Answer] = {
+            "optim_step": service.optim_step,
+            "asample": service.sample,
             "client/config": lambda client, body: CLIENT_CONFIG,
             "client/dynamic_config": lambda client, body: DYNAMIC_CONFIG,
             "telemetry": lambda client, body: {"status": "accepted"},
@@ -61,12 +64,10 @@ class ApiApp:
             "create_model": service.create_model,
             "get_info": service.info,
             "load_weights": service.load_weights,
-            "optim_step": service.optim_step,
             "save_weights": service.save_weights,
             "save_weights_for_sampler": service.save_for_sampler,
             "save_weights_external": service.save_external,
             "create_sampling_session": service.create_sampling_session,
-            "asample": service.sample,
             "weights_info": service.weights_info,
         }
         lists = {
@@ -83,13 +84,14 @@ class ApiApp:
         checkpoint = "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}"
         return Starlette(
             routes=[
+                # The first ones are those of every step: routes are tried in this order.
+                Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"]),
+                Route("/api/v1/forward_backward", self.forward_backward, methods=["POST"]),
                 *(
                     Route(f"/api/v1/{n}", self.post(f), methods=["POST"])
                     for n, f in answers.items()
                 ),
                 *(Route(f"/api/v1/{n}", self.get(f)) for n, f in lists.items()),
-                Route("/api/v1/forward_backward", self.forward_backward, methods=["POST"]),
-                Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"]),
                 Route(checkpoint, self.delete_checkpoint, methods=["DELETE"]),
                 Route("/metrics", self.prometheus),
             ],
@@ -112,12 +114,14 @@ class ApiApp:
 
     async def body(self, request: Request) -> Mapping[str, Any]:
         async with self.bodies.read(request) as raw:
-            return await asyncio.to_thread(read_object, raw, max_values=MAX_VALUES)
+            return await parsed(raw, functools.partial(read_object, max_values=MAX_VALUES))
 
     def post(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             client = self.client(request)
-            return JSONResponse(answer(client, await self.body(request)))
+            found = answer(client, await self.body(request))
+            await self.service.commits.wait()
+            return JSONResponse(found)
 
         return endpoint
 
@@ -135,13 +139,18 @@ class ApiApp:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RequestError(415, "compressed bodies are not supported")
         async with self.bodies.read(request) as raw:
-            return JSONResponse(await self.service.forward_backward(client, raw))
+            call = await parsed(raw, self.service.parse_training)
+        found = self.service.forward_backward(client, call)
+        await self.service.commits.wait()
+        return JSONResponse(found)
 
     async def retrieve(self, request: Request) -> Response:
         """The result of a request, or after POLL_S that it is still pending."""
         client, name = self.client(request), (await self.body(request)).get("request_id")
-        waiting = self.service.result(str(name), client, timeout_s=POLL_S)
-        result = await while_connected(request, waiting)
+        result = self.service.result(str(name), client)
+        if result.state == PENDING:
+            await while_connected(request, self.service.results.wait(str(name), POLL_S))
+            result = self.service.result(str(name), client)
         if result.state == PENDING:
             pending = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(pending)
@@ -150,7 +159,16 @@ class ApiApp:
 
     async def delete_checkpoint(self, request: Request) -> Response:
         self.service.delete_checkpoint(self.client(request), request.path_params)
+        await self.service.commits.wait()
         return Response(status_code=204)
 
     async def prometheus(self, request: Request) -> Response:
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def parsed[T](raw: bytes, parse: Callable[[bytes], T]) -> T:
+    """The parsed body. A large one is parsed in another thread, so that other clients are served.
+
+    For a small one the thread would cost more than the parsing.
+    """
+    return parse(raw) if len(raw) <= SMALL_BYTES else await asyncio.to_thread(parse, raw)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.api.adapters import PARTS, AdapterChoice
-from jaxrl.api.training import AdamParams
+from jaxrl.api.lanes import AdamParams
 from jaxrl.config.keys.rollout import SamplingConfig
 from jaxrl.engine.device.adjustments import N_TOP
 from jaxrl.http.errors import RequestError
@@ -95,21 +95,24 @@ def number(body: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def adapter_choice(body: Mapping[str, Any]) -> tuple[AdapterChoice, int | None]:
-    """(adapter, seed or None) of a create_model request. Raises RequestError (400)."""
+def adapter_choice(body: Mapping[str, Any]) -> tuple[AdapterChoice | None, int | None]:
+    """(adapter, seed or None) of a create_model request. Raises RequestError (400).
+
+    Without lora_config, or with the rank 0, all weights are trained and there is no adapter.
+    """
     optimizer = mapping(body, "optimizer_config")
     if optimizer.get("type", "adamw") != "adamw":
         kind = optimizer["type"]
         message = f"the optimizer {kind!r} is not supported; leave it out for adamw"
         raise RequestError(400, message, param="optimizer_config")
     if not body.get("lora_config"):
-        message = "training of all weights is not supported; send lora_config with a rank"
-        raise RequestError(400, message, param="lora_config")
+        return None, None
     lora = mapping(body, "lora_config")
     check_names(lora, ("rank", "seed", *PARTS))
     switches = {name: flag(lora, name, True) for name in PARTS}
     seed = None if lora.get("seed") is None else integer(lora, "seed")
-    return AdapterChoice(integer(lora, "rank"), **switches), seed
+    rank = integer(lora, "rank")
+    return (AdapterChoice(rank, **switches) if rank else None), seed
 
 
 def adam_params(body: Mapping[str, Any]) -> AdamParams:

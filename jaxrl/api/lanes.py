@@ -1,10 +1,12 @@
-"""Calls of forward and forward_backward, cut into lanes.
+"""Calls that share dispatches: forward and forward_backward, cut into lanes, and optimizer steps.
 
 A lane is a micro-batch [n_ranks, T] with sequences of one call. A dispatch runs several lanes of
-the same T, of any calls and adapters. T and the content of the lanes depend on the call alone.
+the same T, of any calls and adapters. T and the content of the lanes depend on the call alone. An
+optimizer step is one lane, too.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 
@@ -16,6 +18,8 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, gather, pack
 from jaxrl.models.config import DecoderConfig
 from jaxrl.types import TrainingSample
+
+MAX_STEPS = 8  # optimizer steps of one dispatch; each power of two has a separate program
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,6 +50,43 @@ class TrainingCall:
             raise self.error
         logprobs = gather(self.logps, self.lanes)
         return training_output(logprobs, {"loss:sum": math.fsum(self.losses)})
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamParams:
+    """The hyper-parameters of one optimizer step; the defaults are those of the package tinker."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0  # decoupled: AdamW
+    grad_clip_norm: float = 0.0  # 0 = no clipping
+
+
+@dataclasses.dataclass(eq=False)
+class OptimizerCall:
+    """An optimizer step of one model, with its metrics once it has run."""
+
+    model: str
+    params: AdamParams
+    metrics: dict[str, float] | None = None
+    error: Exception | None = None
+    kind = 0, False
+
+    @property
+    def n_left(self) -> int:
+        """1 until the step has run."""
+        return int(self.metrics is None and self.error is None)
+
+    async def output(self) -> bytes:
+        """The body of the result. Raises the error of the step."""
+        if self.error is not None:
+            raise self.error
+        return json.dumps({"metrics": self.metrics}, allow_nan=False).encode()
+
+
+SharedCall = TrainingCall | OptimizerCall
 
 
 def pack_lanes(
@@ -82,13 +123,18 @@ def max_lanes(cfg: RunConfig, row_len: int) -> int:
     return max(rows * longest // row_len, 1)
 
 
-def dispatch_size(n_lanes: int, cfg: RunConfig, row_len: int, decoder: DecoderConfig) -> int:
-    """Lanes of the program for `n_lanes`: a full dispatch, or a half, a quarter, ... of one.
+def step_size(n: int) -> int:
+    """Optimizer steps of the program for `n`: a power of two. The others are padding."""
+    return 1 << (n - 1).bit_length()
+
+
+def dispatch_size(n_lanes: int, most: int, decoder: DecoderConfig) -> int:
+    """Lanes of the program for `n_lanes`: a full dispatch, `most`, or a half, a quarter, ... of it.
 
     The others are padding. With experts it is always a full one: their grouped products sum in an
     order that depends on the number of lanes, and results must not depend on other clients.
     """
-    size = max_lanes(cfg, row_len)
+    size = most
     while size // 2 >= n_lanes and not decoder.expert_layers:
         size //= 2
     return size

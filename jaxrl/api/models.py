@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.api.adapters import WEIGHTS, AdapterChoice, AdapterFiles
-from jaxrl.api.lanes import TrainingCall
+from jaxrl.api.lanes import MAX_STEPS, OptimizerCall, SharedCall, TrainingCall
 from jaxrl.api.store import Store
-from jaxrl.api.training import AdamParams, LaneInput, TrainedAdapter
+from jaxrl.api.training import LaneInput, TrainedAdapter
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.types import Tree
@@ -41,7 +41,7 @@ class TrainedModels:
 
     def check(self, model: str, owner: str) -> None:
         """Raises RequestError unless the client has this model and can train it."""
-        if self.store.model(model, owner)["lost"]:
+        if self.store.is_lost(model, owner):
             raise RequestError(
                 422,
                 f"the training state of {model} is gone, because the server was restarted or its "
@@ -56,8 +56,9 @@ class TrainedModels:
             if str(folder) not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    async def create(self, model: str, choice: AdapterChoice, seed: int | None) -> bytes:
-        lora = choice.lora(self.files.trainer.base.cfg, self.max_rank)
+    async def create(self, model: str, choice: AdapterChoice | None, seed: int | None) -> bytes:
+        """A new adapter of this choice, or without one all weights of the base model."""
+        lora = choice and choice.lora(self.files.trainer.base.cfg, self.max_rank)
         start = secrets.randbelow(2**31) if seed is None else seed % 2**31
         await self._add(model, lambda: self.files.trainer.create(lora, start))
         return _json(model_id=model, type="create_model")
@@ -68,11 +69,21 @@ class TrainedModels:
         await self._add(model, lambda: self.files.load(folder, optimizer=optimizer))
         return _json(path=checkpoint["path"], type="load_weights")
 
-    async def run_lanes(self, calls: Sequence[TrainingCall]) -> None:
+    def max_lanes(self, call: SharedCall) -> int:
+        """Lanes of a full dispatch of calls of this kind."""
+        if isinstance(call, OptimizerCall):
+            return MAX_STEPS
+        return self.files.trainer.max_lanes(call.kind[0])
+
+    async def run_shared(self, calls: Sequence[SharedCall]) -> None:
         """Runs the next lane of each call, which have one kind; a call may be there several times.
 
         The results, and errors, are then in the calls.
         """
+        await self._run_steps([call for call in calls if isinstance(call, OptimizerCall)])
+        await self._run_lanes([call for call in calls if isinstance(call, TrainingCall)])
+
+    async def _run_lanes(self, calls: Sequence[TrainingCall]) -> None:
         lanes: list[tuple[TrainingCall, LaneInput]] = []
         taken: collections.Counter[int] = collections.Counter()
         for call in calls:
@@ -96,10 +107,24 @@ class TrainedModels:
             call.logps.append(logp)
             call.losses.append(total)
 
-    async def optim_step(self, model: str, params: AdamParams) -> bytes:
-        adapter = self._trained(model)
-        step = self.files.trainer.optim_step
-        return _json(metrics=await self._on_device(lambda: step(adapter, params)))
+    async def _run_steps(self, calls: Sequence[OptimizerCall]) -> None:
+        known = [call for call in calls if call.model in self.trained]
+        for call in calls:
+            if call not in known:
+                call.error = self._unknown(call.model)
+        adapters = [self.trained[call.model] for call in known]
+        params, run = [call.params for call in known], self.files.trainer.optim_steps
+        if not known:
+            return
+        try:
+            results = await self._on_device(lambda: run(adapters, params))
+        except Exception as error:  # of the device
+            results = [error] * len(known)
+        for call, result in zip(known, results, strict=True):
+            if isinstance(result, Exception):
+                call.error = result
+            else:
+                call.metrics = result
 
     async def save_state(self, model: str, owner: str, name: str, **details: Any) -> bytes:
         path = f"{SCHEME}{model}/weights/{name}"
@@ -166,6 +191,12 @@ class TrainedModels:
         for model in self.store.silent_models(time.time() - self.lost_after_s):
             if self.trained.pop(model, None) is not None:
                 self.store.lose_model(model)
+        if len(self.trained) >= self.max_models and self.files.trainer.trains_all:
+            raise RequestError(
+                422,
+                "this server trains all weights of one model (--full), and one is in training; try "
+                "again later",
+            )
         if len(self.trained) >= self.max_models:
             raise RequestError(
                 422,

@@ -9,6 +9,7 @@ from jaxrl.config.command_line import override, read_args, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
 from jaxrl.config.schema import build
+from jaxrl.serve.command_line import add_address, add_limits, parse_own, server_parser
 
 DESCRIPTION = """Serve the training API of the package `tinker`: clients train low-rank adapters of
 one model, and sample from them.
@@ -54,12 +55,7 @@ LIMITS = {  # option: (default, smallest value, help)
 def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     """(the server's options, the keys of a run). Exits with one message on invalid arguments."""
     parser = arguments()
-    options, rest = parser.parse_known_args(argv)
-    if not options.model:
-        parser.error("--model is missing; set it to a model folder or a hub id")
-    for name, (_, least, _) in LIMITS.items():
-        if (value := getattr(options, name.replace("-", "_"))) < least:
-            parser.error(f"--{name}={value} is too small; set {least} or more")
+    options, rest = parse_own(parser, argv, LIMITS, "a model folder or a hub id")
     config = default_config()
     for name, text in DEFAULTS.items():
         override(config, name, text)
@@ -69,10 +65,15 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
         parser.error(f"unknown argument {unknown[0]}")
     override(config, "model.path", options.model)
     options.name = options.name or options.model
+    if options.full:  # the engine and the trainer have one set of weights
+        for name in ("max-models", "slots"):
+            if (value := getattr(options, name.replace("-", "_"))) not in (1, LIMITS[name][0]):
+                parser.error(f"--{name}={value}: --full trains one model; leave it out")
+        options.slots = options.max_models = 1
     run, errors = build(RunConfig, config.to_dict())
     try:
         options.keys = read_keys(options.keys)
-        raise_errors([*errors, *data_errors(run.data), *run_errors(run)])
+        raise_errors([*errors, *data_errors(run.data), *run_errors(run, options.full)])
     except (ValueError, OSError) as error:
         stop(str(error))
     return options, run
@@ -91,9 +92,15 @@ def read_keys(path: str) -> frozenset[str]:
     return keys
 
 
-def run_errors(run: RunConfig) -> list[str]:
+def run_errors(run: RunConfig, full: bool) -> list[str]:
     """Errors for keys that clients choose, and for layouts that training here does not have."""
     errors = []
+    dtypes = run.lora.base_dtype, run.rollout.dtype
+    if full and dtypes != ("auto", "auto"):
+        errors.append(
+            "--config.lora.base_dtype={!r} and --config.rollout.dtype={!r}: --full trains all "
+            "weights, which are not quantized; leave them out".format(*dtypes)
+        )
     if run.lora.rank:
         errors.append("--config.lora.rank: clients choose their adapters; leave it out")
     if run.mesh.sequence != 1 or run.mesh.stage != 1:
@@ -112,12 +119,7 @@ def run_errors(run: RunConfig) -> list[str]:
 
 def arguments() -> argparse.ArgumentParser:
     """The server's own options; the keys of a run are read separately."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl.api",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = server_parser("python -m jaxrl.api", DESCRIPTION)
     add = parser.add_argument
     add("--model", help="Hugging Face folder, .gguf file, hub id or 'package:NAME'")
     add(
@@ -131,11 +133,11 @@ def arguments() -> argparse.ArgumentParser:
         "%(default)s)",
     )
     add(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: %(default)s, this machine only)",
+        "--full",
+        action="store_true",
+        help="train all weights of the model, for one client at a time, in place of adapters",
     )
-    add("--port", type=int, default=8001, help="0 picks a free one (default: %(default)s)")
+    add_address(parser, 8001)
     add(
         "--keys",
         default=os.environ.get(KEYS_VARIABLE, ""),
@@ -143,6 +145,5 @@ def arguments() -> argparse.ArgumentParser:
         f"and checkpoints that others cannot see (default: environment variable {KEYS_VARIABLE}; "
         "without one every key is accepted, from this machine only)",
     )
-    for name, (default, _, text) in LIMITS.items():
-        add(f"--{name}", type=type(default), default=default, help=f"{text} (default: %(default)s)")
+    add_limits(parser, LIMITS)
     return parser

@@ -8,14 +8,16 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from jaxrl.api.lanes import TrainingCall
-from jaxrl.api.store import DONE, FAILED, Store, failure
+from jaxrl.api.lanes import OptimizerCall, SharedCall, TrainingCall
+from jaxrl.api.store import DONE, FAILED, GroupCommit, Store, failure
 from jaxrl.http.errors import RequestError
 
 log = logging.getLogger(__name__)
 
+GATHER_S = 0.02  # for which a dispatch waits at most for the calls of models that take part in turn
+
 RequestWork = Callable[[], Awaitable[bytes]]  # the body of the result
-QueuedWork = RequestWork | TrainingCall
+QueuedWork = RequestWork | SharedCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +33,14 @@ class QueuedRequest:
 class Results:
     """Runs the work of requests and records its outcome, for which clients may wait."""
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, commits: GroupCommit):
+        self._store, self._commits = store, commits
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task] = set()  # asyncio itself keeps no reference
 
     def expect(self, request: str) -> None:
         """The work of this request will be run."""
-        self._ended[request] = asyncio.Event()
+        self._ended.setdefault(request, asyncio.Event())
 
     def start(self, request: str, work: RequestWork) -> None:
         """Runs the work next to others."""
@@ -59,7 +61,8 @@ class Results:
         except Exception as error:  # of the device: other requests continue
             log.exception("the request %s failed", request)
             body = failure(f"the server failed ({type(error).__name__})", by_client=False)
-        await asyncio.to_thread(self._store.end, request, state, body)
+        self._store.end(request, state, body)
+        await self._commits.wait()
         self._ended.pop(request).set()
 
     def end_polls(self) -> None:
@@ -83,23 +86,28 @@ class Results:
 class TrainingQueue:
     """Runs requests of training: those of a model in order, and clients in turns.
 
-    Calls of forward and forward_backward of the same kind share dispatches: one lane of each in
-    turns, until a dispatch is full. Other requests run one at a time.
+    Calls of the same kind share dispatches: one lane of each in turns, until a dispatch is full.
+    Optimizer steps come before further gradients, and a dispatch waits a moment for the models of
+    the last ones, so that clients with the same work stay together. Other requests run one at a
+    time.
     """
 
     def __init__(
         self,
         results: Results,
-        run_lanes: Callable[[Sequence[TrainingCall]], Awaitable[None]],
-        max_lanes: Callable[[int], int],
+        run_calls: Callable[[Sequence[SharedCall]], Awaitable[None]],
+        max_lanes: Callable[[SharedCall], int],
         max_queued: int,
     ):
-        """`run_lanes` runs the next lane of each call, at most max_lanes(T) lanes of T tokens."""
-        self._results, self._run_lanes = results, run_lanes
+        """`run_calls` runs the next lane of each call, at most max_lanes(call) of one kind."""
+        self._results, self._run_calls = results, run_calls
         self._max_lanes, self._max_queued = max_lanes, max_queued
         # By client and by model; of both, and of the requests of a model, the next one first.
         self._waiting: dict[str, dict[str, collections.deque[QueuedRequest]]] = {}
         self._added = asyncio.Event()
+        self._stepped = False  # by the last dispatch
+        # The models of the last two dispatches of lanes, whose next calls are expected soon.
+        self._recent: collections.deque[set[str]] = collections.deque(maxlen=2)
 
     def check_room(self, owner: str) -> None:
         """Raises RequestError (429) if the client has too many requests in the queue."""
@@ -121,8 +129,8 @@ class TrainingQueue:
             first = next(self._heads(), None)
             if first is None:
                 self._added.clear()
-            elif isinstance(first.work, TrainingCall):
-                await self._dispatch(first.work.kind)
+            elif isinstance(first.work, SharedCall):
+                await self._run_shared()
             else:
                 self._remove(first)
                 await self._results.run(first.id, first.work)
@@ -133,18 +141,43 @@ class TrainingQueue:
         for turn in itertools.zip_longest(*of_clients):
             yield from (queue[0] for queue in turn if queue is not None)
 
-    async def _dispatch(self, kind: tuple[int, bool]) -> None:
+    def _calls(self) -> list[tuple[QueuedRequest, SharedCall]]:
+        """The calls among the next requests."""
+        heads = [(head, head.work) for head in self._heads()]
+        return [(head, work) for head, work in heads if isinstance(work, SharedCall)]
+
+    async def _run_shared(self) -> None:
+        """Runs a dispatch of the steps among the next requests, else of lanes of one kind."""
+        calls = [call for _, call in self._calls()]
+        steps = [call for call in calls if isinstance(call, OptimizerCall)]
+        if steps and not (self._stepped and len(steps) < len(calls)):  # all kinds have a turn
+            await self._dispatch(steps[0])
+            self._stepped = True
+            return
+        self._stepped = False
+        await self._gather()
+        await self._dispatch(next(c for _, c in self._calls() if isinstance(c, TrainingCall)))
+
+    async def _gather(self) -> None:
+        """Waits until all models of the last dispatches are there, but at most GATHER_S."""
+        expected = set().union(*self._recent)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_S):
+                while expected - {head.model for head in self._heads()}:
+                    self._added.clear()
+                    await self._added.wait()
+        self._added.set()
+
+    async def _dispatch(self, first: SharedCall) -> None:
         """Runs lanes of the calls of this kind that are next, and ends those that are complete."""
-        calls = [
-            (head, head.work)
-            for head in self._heads()
-            if isinstance(head.work, TrainingCall) and head.work.kind == kind
-        ]
-        lanes = _in_turns([call for _, call in calls], self._max_lanes(kind[0]))
+        calls = [(head, call) for head, call in self._calls() if call.kind == first.kind]
+        lanes = _in_turns([call for _, call in calls], self._max_lanes(first))
         for head, call in calls:
             if call in lanes:
                 self._to_end(head)
-        await self._run_lanes(lanes)
+        if isinstance(first, TrainingCall):
+            self._recent.append({call.model for call in lanes})
+        await self._run_calls(lanes)
         ended = [(head, call) for head, call in calls if not call.n_left]
         for head, _ in ended:
             self._remove(head)
@@ -167,7 +200,7 @@ class TrainingQueue:
             del self._waiting[head.owner]
 
 
-def _in_turns(calls: Sequence[TrainingCall], n: int) -> list[TrainingCall]:
+def _in_turns(calls: Sequence[SharedCall], n: int) -> list[SharedCall]:
     """The calls of the next `n` lanes: one lane of each, then a second one, ..."""
     n_left, chosen = [call.n_left for call in calls], []
     while len(chosen) < n and any(n_left):

@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl.api.fields import SampleRequest
 from jaxrl.api.messages import NO_LOGPROB, SampledTokens, TopMatrix, sample_output
 from jaxrl.models.files.adapter_stack import put_adapter
+from jaxrl.models.files.hf_load import load_params
 from jaxrl.serve.choice import Choice, TopLogprobs
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
@@ -104,10 +105,14 @@ class Sampler:
     workers: ThreadPoolExecutor
     slots: AdapterSlots
     timeout_s: float
+    trains_all: bool = False  # the engine has the weights of one folder at a time, and no adapters
 
     async def sample(self, request: SampleRequest, folder: Path | None) -> bytes:
         """The encoded responses. Raises RequestError as ActiveResponse does."""
+        if self.trains_all:
+            folder = folder or self.model.folder
         async with self.slots.slot(folder) as slot:
+            slot = 0 if self.trains_all else slot
             prompt = top = None
             if request.prompt_logprobs or request.n_top_prompt:
                 prompt, top = await self._prompt(request, slot)
@@ -170,14 +175,19 @@ class Sampler:
         return logp, TopMatrix(ids, tops)
 
 
-def loader(model: Model, engine: ServingThread) -> Callable[[int, Path, bool], asyncio.Future]:
-    """The `load` of AdapterSlots for an engine."""
-    versions = iter(range(1, 2**62))
+def loader(
+    model: Model, engine: ServingThread, *, trains_all: bool
+) -> Callable[[int, Path, bool], asyncio.Future]:
+    """The `load` of AdapterSlots for an engine; with `trains_all` a folder has a whole model."""
+    versions, layout = iter(range(1, 2**62)), model.layout
 
     def load(slot: int, folder: Path, drop_cache: bool) -> asyncio.Future:
         def work(params: Tree) -> tuple[Tree, None]:
-            layout = model.layout
-            new = put_adapter(params, slot, folder, rules=layout.rules, dtype=layout.dtype)
+            if trains_all:
+                read = load_params(folder, layout.rules, params.cfg, layout.dtype)
+                new = layout.prepare(read)
+            else:
+                new = put_adapter(params, slot, folder, rules=layout.rules, dtype=layout.dtype)
             if drop_cache:
                 model.engine.set_version(next(versions))
             return new, None

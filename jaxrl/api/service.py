@@ -8,10 +8,9 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from jaxrl.api.adapters import PARTS, WEIGHTS
+from jaxrl.api.adapters import PARTS
 from jaxrl.api.fields import (
     adam_params,
     adapter_choice,
@@ -21,21 +20,22 @@ from jaxrl.api.fields import (
     sample_request,
     text,
 )
-from jaxrl.api.lanes import TrainingCall, max_lanes, pack_lanes
+from jaxrl.api.lanes import OptimizerCall, TrainingCall, pack_lanes
 from jaxrl.api.losses import read_loss, read_samples
 from jaxrl.api.messages import read_training_request
 from jaxrl.api.models import SCHEME, TrainedModels
-from jaxrl.api.queue import QueuedWork, RequestWork, Results, TrainingQueue
+from jaxrl.api.queue import QueuedWork, Results, TrainingQueue
 from jaxrl.api.sampling import Sampler
-from jaxrl.api.store import PENDING, SAMPLE, RequestResult, Store
+from jaxrl.api.store import SAMPLE, GroupCommit, RequestResult, Store
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Json
-from jaxrl.models.files.adapter import adapter_config
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.metrics import ServerMetrics
 
 NAME = re.compile(r"[\w.-]{1,200}")
 INFLIGHT = "~inflight"  # no name that `_name` accepts
+FULL = "this server trains all weights (--full) and no adapters; set the rank to 0"
+NOT_FULL = "this server trains adapters; send lora_config with a rank, or start it with --full"
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 86400
 
 
@@ -55,9 +55,9 @@ class Service:
     ):
         self.store, self.models, self.sampler_of = store, models, sampler
         self.name, self.max_waiting = name, max_waiting
-        self.results = Results(store)
-        lanes_of = functools.partial(max_lanes, models.files.trainer.cfg)
-        self.queue = TrainingQueue(self.results, models.run_lanes, lanes_of, max_queued)
+        self.commits = GroupCommit(store)
+        self.results = Results(store, self.commits)
+        self.queue = TrainingQueue(self.results, models.run_shared, models.max_lanes, max_queued)
         self._compiler = compiler
         self._n_sampling = 0  # sequences
         self._running: asyncio.Task | None = None
@@ -110,10 +110,15 @@ class Service:
     def create_model(self, client: str, body: Mapping[str, Any]) -> Json:
         choice, seed = adapter_choice(body)
         self._check_base(text(body, "base_model"))
-        choice = choice.possible(self._cfg)
-        # Before the request is accepted, so that the error names the field.
-        choice.lora(self._cfg, self.models.max_rank)
-        model = self._new_model(client, body, dataclasses.asdict(choice))
+        if (choice is None) != self._trains_all:
+            raise RequestError(400, FULL if self._trains_all else NOT_FULL, param="lora_config")
+        details = {"rank": 0}  # of all weights
+        if choice is not None:
+            choice = choice.possible(self._cfg)
+            # Before the request is accepted, so that the error names the field.
+            choice.lora(self._cfg, self.models.max_rank)
+            details = dataclasses.asdict(choice)
+        model = self._new_model(client, body, details)
         work = functools.partial(self.models.create, model, choice, seed)
         return self._train(client, model, f"{model}:create", "create_model", work)
 
@@ -125,11 +130,12 @@ class Service:
             raise RequestError(
                 400, f"{checkpoint['path']} has weights for sampling only; load one of save_state"
             )
+        self._check_trained(checkpoint)
         optimizer = flag(body, "optimizer", False)
         if body.get("base_model"):
             self._check_base(text(body, "base_model"))
         if body.get("session_id"):
-            details = {"rank": adapter_config(Path(checkpoint["folder"]) / WEIGHTS).rank}
+            details = {"rank": checkpoint["details"]["rank"]}
             details |= {name: checkpoint["details"].get(name) for name in PARTS}
             model, seq_id = self._new_model(client, body, details), 0
         else:
@@ -154,6 +160,13 @@ class Service:
             message = f"the base_model {name!r} is not served here; set {self.name!r}"
             raise RequestError(400, message, param="base_model")
 
+    def _check_trained(self, checkpoint: Json) -> None:
+        """Raises RequestError (400) for an adapter if all weights are trained, and vice versa."""
+        if (checkpoint["details"]["rank"] == 0) != self._trains_all:
+            raise RequestError(
+                400, f"{checkpoint['path']}: {FULL if self._trains_all else NOT_FULL}"
+            )
+
     def info(self, client: str, body: Mapping[str, Any]) -> Json:
         model = self.store.model(text(body, "model_id"), client)
         data = {"arch": self._cfg.family, "model_name": self.name, "tokenizer_id": self.name}
@@ -161,10 +174,14 @@ class Service:
             "type": "get_info",
             "model_data": data,
             "model_id": model["id"],
-            "is_lora": True,
-            "lora_rank": model["details"]["rank"],
+            "is_lora": not self._trains_all,
+            "lora_rank": model["details"]["rank"] or None,
             "model_name": self.name,
         }
+
+    @property
+    def _trains_all(self) -> bool:
+        return self.models.files.trainer.trains_all
 
     @property
     def _cfg(self) -> Any:
@@ -172,14 +189,14 @@ class Service:
 
     # Training
 
-    async def forward_backward(self, client: str, raw: bytes) -> Json:
-        """Parsing runs in another thread, so that the event loop stays free for other clients."""
-        seq_id, call = await asyncio.to_thread(self._parsed, raw)
+    def forward_backward(self, client: str, parsed: tuple[int, TrainingCall]) -> Json:
+        seq_id, call = parsed
         self.models.check(call.model, client)
         request = f"{call.model}:{seq_id}"
         return self._train(client, call.model, request, "forward_backward", call, seq_id)
 
-    def _parsed(self, raw: bytes) -> tuple[int, TrainingCall]:
+    def parse_training(self, raw: bytes) -> tuple[int, TrainingCall]:
+        """(seq_id, call) of a body; may be called by any thread."""
         request, trainer = read_training_request(raw), self.models.files.trainer
         loss = read_loss(request.loss, request.options)
         limits = dict(n_vocab=self.n_vocab, max_len=self.max_len)
@@ -189,10 +206,8 @@ class Service:
         return request.seq_id, TrainingCall(request.model_id, loss, request.forward_only, lanes)
 
     def optim_step(self, client: str, body: Mapping[str, Any]) -> Json:
-        model, params = text(body, "model_id"), adam_params(body)
-        return self._model_request(
-            client, body, "optim_step", functools.partial(self.models.optim_step, model, params)
-        )
+        step = OptimizerCall(text(body, "model_id"), adam_params(body))
+        return self._model_request(client, body, "optim_step", step)
 
     def save_weights(self, client: str, body: Mapping[str, Any]) -> Json:
         model, details = text(body, "model_id"), self._saved(client, body)
@@ -241,7 +256,7 @@ class Service:
         return {"ttl_s": ttl_s, "metadata": metadata}
 
     def _model_request(
-        self, client: str, body: Mapping[str, Any], kind: str, work: RequestWork
+        self, client: str, body: Mapping[str, Any], kind: str, work: QueuedWork
     ) -> Json:
         model, seq_id = text(body, "model_id"), integer(body, "seq_id")
         self.models.check(model, client)
@@ -253,15 +268,14 @@ class Service:
         """Queues a training request, unless the client sends it again; the future of its result."""
         self.queue.check_room(client)
         if self.store.begin(request, client, kind, model if seq_id else "", seq_id):
-            self.queue.add(client, model, request, work)
+            self.results.expect(request)
+            add = functools.partial(self.queue.add, client, model, request, work)
+            self.commits.after(add)
         return {"request_id": request, "model_id": model}
 
-    async def result(self, request: str, client: str, *, timeout_s: float) -> RequestResult:
-        found = self.store.result(request, client)
-        if found.state == PENDING:
-            await self.results.wait(request, timeout_s)
-            found = self.store.result(request, client)
-        return found
+    def result(self, request: str, client: str) -> RequestResult:
+        """The outcome so far; `results.wait` waits for one."""
+        return self.store.result(request, client)
 
     # Sampling
 
@@ -273,7 +287,7 @@ class Service:
         elif not path:
             raise RequestError(400, "set model_path or base_model")
         if path:
-            self.store.checkpoint(text(body, "model_path"), client)
+            self._check_trained(self.store.checkpoint(text(body, "model_path"), client))
         sampler = f"{session}:sample:{integer(body, 'sampling_session_seq_id')}"
         self.store.add_sampler(sampler, client, session, str(path or ""))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
@@ -297,7 +311,8 @@ class Service:
                     self._n_sampling -= request.n
 
             self._n_sampling += request.n
-            self.results.start(name, work)
+            self.results.expect(name)
+            self.commits.after(functools.partial(self.results.start, name, work))
         ids = [f"{name}:{i}" for i in range(request.n)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
@@ -306,7 +321,8 @@ class Service:
     def weights_info(self, client: str, body: Mapping[str, Any]) -> Json:
         details = self.store.checkpoint(text(body, "tinker_path"), client)["details"]
         switches = {name: details.get(name) for name in PARTS}
-        return {"base_model": self.name, "is_lora": True, "lora_rank": details["rank"]} | switches
+        found = {"base_model": self.name, "is_lora": not self._trains_all}
+        return found | {"lora_rank": details["rank"] or None} | switches
 
     def training_runs(self, client: str, path: Mapping[str, Any]) -> Json:
         runs = [self._run(client, model) for model in self.store.models(client)]
@@ -323,9 +339,9 @@ class Service:
             "training_run_id": model["id"],
             "base_model": self.name,
             "model_owner": client,
-            "is_lora": True,
+            "is_lora": not self._trains_all,
             "corrupted": bool(model["lost"]),
-            "lora_rank": model["details"]["rank"],
+            "lora_rank": model["details"]["rank"] or None,
             "last_request_time": _time(model["seen"]),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
@@ -344,7 +360,7 @@ class Service:
         name = f"{SCHEME}{path['model']}/{path['kind']}/{path['name']}"
         folder = self.store.checkpoint(name, client)["folder"]
         self.store.remove_checkpoint(name, client)
-        shutil.rmtree(folder, ignore_errors=True)
+        self.commits.after(functools.partial(shutil.rmtree, folder, ignore_errors=True))
 
     def sessions(self, client: str, path: Mapping[str, Any]) -> Json:
         return _page(path, "sessions", [row["id"] for row in self.store.sessions(client)])

@@ -6,14 +6,13 @@ Options and endpoints: docs/how_to/serving.md and --help.
 
 import argparse
 import functools
-import gc
 import logging
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.runtime.start import begin_loading, end_loading
+from jaxrl.runtime.start import begin_loading
 from jaxrl.serve.options import KEY_VARIABLE, read
 
 if __name__ == "__main__":  # answers a mistyped argument before the imports that take seconds
@@ -29,11 +28,10 @@ except ModuleNotFoundError as missing:
 
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.data.token_text import TokenTexts
-from jaxrl.ending import default_on_signals
 from jaxrl.engine.device.batches import MAX_STOP_IDS
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
-from jaxrl.http.listener import listener, require_loopback, url
+from jaxrl.http.listener import require_loopback
 from jaxrl.serve.app import ServerState
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
 from jaxrl.serve.compilation import BackgroundCompiler
@@ -41,34 +39,23 @@ from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.requests.prompt import ServerLimits, longest_token
+from jaxrl.serve.run import run_server
 from jaxrl.serve.structured.grammar import grammar_compiler
 from jaxrl.serve.structured.tools import known_format
-from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
 
 WRITERS = 2  # threads that detokenize and format responses
 
 
 def serve(options: argparse.Namespace, run: RunConfig) -> int:
-    """Serves until Ctrl-C. Exit status: 0 stopped, 1 after an error with a message."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    """Serves until Ctrl-C. Returns the exit status."""
     logging.getLogger("jaxrl.serve").setLevel(logging.INFO)
-    try:
-        with listener(options.host, options.port) as listening:
-            require_key(options, listening)
-            with explain_out_of_memory(None, None):
-                web = server(open_service(options, run), options)
-            end_loading()
-            gc.freeze()  # a full collection of jax's objects would stop all threads
-            names = ", ".join((options.name, *options.adapters))
-            default_on_signals()  # uvicorn handles them, and raises them again after its shutdown
-            print(f"serving {names} on {url(listening)}/v1; stop with Ctrl-C", flush=True)
-            web.run(sockets=[listening])
-    except (ValueError, OSError, CheckpointError, OutOfMemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # after the shutdown of all requests
-        pass
-    return 0
+
+    def opened(listening: socket.socket) -> HttpServer:
+        require_key(options, listening)
+        return server(open_service(options, run), options)
+
+    names = ", ".join((options.name, *options.adapters))
+    return run_server(options, opened, lambda address: f"serving {names} on {address}/v1")
 
 
 def require_key(options: argparse.Namespace, listening: socket.socket) -> None:

@@ -12,6 +12,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
 from jaxrl.config.saved import read_run_config
 from jaxrl.config.schema import build, to_dict
+from jaxrl.serve.command_line import add_address, add_limits, parse_own, server_parser
 from jaxrl.tool_calls.formats import FORMATS
 
 DESCRIPTION = """Serve one model over an OpenAI-compatible HTTP API.
@@ -52,12 +53,7 @@ LIMITS = {  # option: (default, smallest value, help)
 def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     """(the server's options, the keys of a run). Exits with one message on invalid arguments."""
     parser = arguments()
-    options, rest = parser.parse_known_args(argv)
-    if not options.model:
-        parser.error("--model is missing; set it to a model folder or a run folder")
-    for name, (_, least, _) in LIMITS.items():
-        if (value := getattr(options, name.replace("-", "_"))) < least:
-            parser.error(f"--{name}={value} is too small; set {least} or more")
+    options, rest = parse_own(parser, argv, LIMITS, "a model folder or a run folder")
     if options.max_bodies_mib < options.max_body_mib:
         parser.error("--max-bodies-mib must be at least --max-body-mib")
     if options.api_key and options.no_api_key:
@@ -115,12 +111,7 @@ def default_name(model: str) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     """The server's own options; the keys of a run are read separately."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl.serve",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = server_parser("python -m jaxrl.serve", DESCRIPTION)
     add = parser.add_argument
     add(
         "--model",
@@ -148,12 +139,7 @@ def arguments() -> argparse.ArgumentParser:
         help="served model name (default: the name of the folder or file of --model, or the hub "
         "id)",
     )
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: %(default)s, this machine only)",
-    )
-    add("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
+    add_address(parser, 8000)
     add(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE, ""),
@@ -167,8 +153,7 @@ def arguments() -> argparse.ArgumentParser:
         choices=("auto", *FORMATS),
         help="format of the model's tool calls (default: the chat template's)",
     )
-    for name, (default, _, text) in LIMITS.items():
-        add(f"--{name}", type=type(default), default=default, help=f"{text} (default: %(default)s)")
+    add_limits(parser, LIMITS)
     return parser
 
 

@@ -48,5 +48,5 @@ def test_a_dispatch_has_the_tokens_of_a_micro_batch_or_a_part_of_them():
     experts = uniform_decoder(
         "qwen3_moe", L=1, D=8, N=1, K=1, H=8, F=8, V=8, E=2, top_k=1, F_expert=8
     )
-    assert [dispatch_size(n, CFG, 64, dense) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
-    assert dispatch_size(1, CFG, 64, experts) == 4
+    assert [dispatch_size(n, 4, dense) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
+    assert dispatch_size(1, 4, experts) == 4

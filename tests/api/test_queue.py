@@ -5,13 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.api.lanes import TrainingCall
+from jaxrl.api.lanes import AdamParams, OptimizerCall, TrainingCall
 from jaxrl.api.losses import read_loss
 from jaxrl.api.queue import Results, TrainingQueue
 from jaxrl.api.sampling import AdapterSlots
-from jaxrl.api.store import DONE, FAILED, PENDING, Store
+from jaxrl.api.store import DONE, FAILED, PENDING, GroupCommit, Store
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.http.errors import RequestError
+
+STEP = "step"
 
 
 @pytest.fixture
@@ -22,22 +24,25 @@ def store(tmp_path):
 
 
 def run(store, *works, max_queued: int = 9) -> list[str]:
-    """The order in which queued works ran; each is (client, model, name, error or n of lanes).
+    """The order in which queued works ran: (client, model, name, error, n of lanes or STEP).
 
     A dispatch has at most 4 lanes, and is in the order as the names of its calls.
     """
     order, names = [], {}
 
     async def main():
-        results = Results(store)
+        results = Results(store, GroupCommit(store))
 
         async def run_lanes(calls):
             order.append(" ".join(names[call] for call in calls))
             for call in calls:
+                if isinstance(call, OptimizerCall):
+                    call.metrics = {}
+                    continue
                 call.logps.append(np.zeros((1, 8), np.float32))
                 call.losses.append(0.0)
 
-        queue = TrainingQueue(results, run_lanes, lambda row_len: 4, max_queued)
+        queue = TrainingQueue(results, run_lanes, lambda call: 4, max_queued)
 
         def work(model, name, given):
             async def run() -> bytes:
@@ -46,10 +51,13 @@ def run(store, *works, max_queued: int = 9) -> list[str]:
                     raise given
                 return b"{}"
 
-            if not isinstance(given, int):
+            if given == STEP:
+                call = OptimizerCall(model, AdamParams())
+            elif isinstance(given, int):
+                micro = Packed(empty_batch(1, 8), ())
+                call = TrainingCall(model, read_loss("cross_entropy", {}), False, [micro] * given)
+            else:
                 return run
-            micro = Packed(empty_batch(1, 8), ())
-            call = TrainingCall(model, read_loss("cross_entropy", {}), False, [micro] * given)
             names[call] = name
             return call
 
@@ -83,6 +91,18 @@ def test_calls_share_dispatches_in_turns_between_clients(store):
     # First one lane of each client's first model, then a's other model, then further ones of each.
     assert run(store, *works) == ["a1 b1 a3 a1", "c1", "b1 a1 a1 a1", "a1", "a2"]
     assert {store.result(f"a{i}", "a").state for i in (1, 2, 3)} == {DONE}
+
+
+def test_steps_share_a_dispatch_before_further_gradients(store):
+    works = [
+        ("a", "m", "a1", 1),
+        ("a", "m", "a2", STEP),
+        ("b", "n", "b1", 1),
+        ("b", "n", "b2", STEP),
+        ("c", "o", "c1", 2),
+        ("c", "o", "c2", 3),
+    ]
+    assert run(store, *works) == ["a1 b1 c1 c1", "a2 b2", "c2 c2 c2"]
 
 
 def test_an_error_is_the_result_and_the_next_request_runs(store):
@@ -154,7 +174,7 @@ def test_a_place_whose_load_failed_is_free():
 
 def test_a_shutdown_ends_polls_and_leaves_work_pending(store):
     async def main():
-        results = Results(store)
+        results = Results(store, GroupCommit(store))
 
         async def forever() -> bytes:
             await asyncio.Event().wait()

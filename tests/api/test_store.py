@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import sqlite3
@@ -6,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxrl.api.store import DONE, FAILED, FILE, PENDING, SAMPLE, Store
+from jaxrl.api.store import DONE, FAILED, FILE, PENDING, SAMPLE, GroupCommit, Store
 from jaxrl.http.errors import RequestError
 
 ALICE, BOB = "alice", "bob"
@@ -94,6 +95,46 @@ def test_a_second_server_is_refused(store, tmp_path):
         Store(tmp_path)
 
 
+def test_requests_at_the_same_time_are_committed_together(store, monkeypatch):
+    commits, called, commit = [], [], store.commit
+    monkeypatch.setattr(store, "commit", lambda: (commits.append(len(called)), commit()))
+    group = GroupCommit(store)
+
+    async def request(name):
+        store.begin(name, ALICE, SAMPLE)
+        group.after(lambda: called.append(name))
+        await group.wait()
+        assert name in called and not store.changed
+
+    async def main():
+        await asyncio.gather(*map(request, "abc"))
+        await group.wait()  # nothing changed
+
+    asyncio.run(main())
+    assert (commits, called) == ([0], ["a", "b", "c"])
+
+
+def test_a_request_that_is_not_in_the_file_is_not_run(store, monkeypatch):
+    def full():
+        store._db.execute("ROLLBACK")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    group, called = GroupCommit(store), []
+
+    async def main():
+        store.begin("r", ALICE, SAMPLE)
+        group.after(lambda: called.append("r"))
+        with monkeypatch.context() as patch, pytest.raises(sqlite3.OperationalError):
+            patch.setattr(store, "commit", full)
+            await group.wait()
+        assert store.begin("r", ALICE, SAMPLE)  # the client sends it again
+        await group.wait()
+
+    store.commit()
+    asyncio.run(main())
+    assert not called
+
+
 KILLED = """
 import itertools, pathlib, sys
 from jaxrl.api.store import DONE, Store
@@ -103,6 +144,7 @@ store.add_model("s:train:0", "alice", "s", {"rank": 4})
 for i in itertools.count(1):
     store.begin(f"r{i}", "alice", "optim_step", "s:train:0", i)
     store.end(f"r{i}", DONE, str(i).encode())
+    store.commit()
     print(i, flush=True)  # what a client has been answered
 """
 

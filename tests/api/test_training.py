@@ -1,10 +1,12 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.api.training import AdamParams, TrainedAdapter, Trainer, start_moments
+from jaxrl.api.lanes import AdamParams
+from jaxrl.api.training import TrainedAdapter, Trainer, start_moments
 from jaxrl.models.config import LoRA
 
 
@@ -31,6 +33,14 @@ def adapter():
 TRAINER: Trainer = object.__new__(Trainer)  # a step reads none of its fields
 
 
+def step(adapter, params):
+    """The metrics of a step. Raises its error."""
+    [result] = TRAINER.optim_steps([adapter], [params])
+    if isinstance(result, ValueError):
+        raise result
+    return result
+
+
 def test_steps_are_those_of_adamw(adapter):
     rng = np.random.default_rng(0)
     gradients = rng.standard_normal((3, 3))
@@ -38,22 +48,52 @@ def test_steps_are_those_of_adamw(adapter):
     wanted = adamw(np.array([0.5, -0.25, 1.0]), gradients, params)
     for g in gradients:
         adapter.gradient = [jnp.asarray(g, jnp.float32)]
-        metrics = TRAINER.optim_step(adapter, params)
+        metrics = step(adapter, params)
         assert metrics["optim/grad_norm"] == pytest.approx(np.linalg.norm(g), rel=1e-5)
         assert adapter.gradient is None
     np.testing.assert_allclose(adapter.weights[0], wanted, rtol=1e-5)
     assert adapter.n_steps == 3
 
 
+def test_steps_together_are_those_alone_bit_for_bit():
+    rng, n = np.random.default_rng(1), 3
+    params = [AdamParams(10.0**-i, weight_decay=0.1 * i, grad_clip_norm=float(i)) for i in range(n)]
+    gradients = rng.standard_normal((2, n, 5, 7)).astype(np.float32)
+    gradients[1, 2, 0, 0] = np.inf  # its step fails, and the others' do not
+
+    def run(together: bool) -> list[TrainedAdapter]:
+        starts = np.random.default_rng(2).standard_normal((n, 5, 7)).astype(np.float32)
+        found = [[jnp.asarray(w)] for w in starts]
+        adapters = [TrainedAdapter(LoRA(1, 1.0, targets=()), w, start_moments(w)) for w in found]
+        for step in gradients:
+            for adapter, g in zip(adapters, step, strict=True):
+                adapter.gradient = [jnp.asarray(g)]
+            if together:
+                TRAINER.optim_steps(adapters, params)
+            else:
+                for one, its_params in zip(adapters, params, strict=True):
+                    TRAINER.optim_steps([one], [its_params])
+        return adapters
+
+    for one, other in zip(run(together=True), run(together=False), strict=True):
+        for a, b in zip(
+            jax.tree.leaves((one.weights, one.moments)),
+            jax.tree.leaves((other.weights, other.moments)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(a, b)
+    assert [one.n_steps for one in run(together=True)] == [2, 2, 1]
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(adapter):
     before = np.array(adapter.weights[0])
     adapter.gradient = [jnp.asarray([1.0, math.nan, 0.0], jnp.float32)]
     with pytest.raises(ValueError, match="not finite"):
-        TRAINER.optim_step(adapter, AdamParams())
+        step(adapter, AdamParams())
     np.testing.assert_array_equal(adapter.weights[0], before)
     assert (adapter.n_steps, adapter.gradient) == (0, None)
 
 
 def test_a_step_needs_a_gradient(adapter):
     with pytest.raises(ValueError, match="call forward_backward before"):
-        TRAINER.optim_step(adapter, AdamParams())
+        step(adapter, AdamParams())

@@ -12,7 +12,8 @@ import numpy as np
 import openai
 
 from jaxrl.engine.api import Request
-from jaxrl.serve.__main__ import listener, open_service, read, server, url
+from jaxrl.http.listener import listener, url
+from jaxrl.serve.__main__ import open_service, read, server
 
 KEY = "secret"
 

@@ -20,7 +20,8 @@ import pytest
 
 from jaxrl.config.keys import SamplingConfig, TeacherEndpointConfig
 from jaxrl.config.teachers import read_teacher
-from jaxrl.serve.__main__ import listener, read, require_key, serve, server, url
+from jaxrl.http.listener import listener, url
+from jaxrl.serve.__main__ import read, require_key, serve, server
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
