@@ -3,7 +3,9 @@
 import argparse
 from collections.abc import Mapping
 
-Limits = Mapping[str, tuple[int | float, int | float, str]]  # option: (default, smallest value, help)
+Limits = Mapping[
+    str, tuple[int | float, int | float, str]
+]  # option: (default, smallest value, help)
 
 
 def server_parser(prog: str, description: str) -> argparse.ArgumentParser:

@@ -305,9 +305,10 @@ def apply_linears(
     The outputs of all of them are sharded, or those of none. Layers with limits are computed one
     by one, because each has its own inputs.
     """
-    if len(linears) > 1 and any(linear.limits is not None for linear in linears):
+    first, *others = linears
+    if others and any(linear.limits is not None for linear in linears):
         return [linear(x, rules) for linear in linears]
-    if (limits := linears[0].limits) is not None:
+    if (limits := first.limits) is not None:
         x = limits.clip_input(x)
     kind = linears[0].matmul_dtype
     if linears[0].in_axis == "embed":
