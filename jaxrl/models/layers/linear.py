@@ -338,8 +338,8 @@ def apply_linears(
     if any(isinstance(w, QUANTIZED) for w in stored):
         multiply = jax.checkpoint(multiply)  # backward must not keep weights in the dtype of x
     ys = multiply(inputs, stored)
-    outs = [linear.finish(x, y, rules) for linear, y in zip(linears, ys, strict=True)]
-    return outs if limits is None else [limits.clip_output(outs[0])]
+    finished = [linear.finish(x, y, rules) for linear, y in zip(linears, ys, strict=True)]
+    return finished if limits is None else [limits.clip_output(finished[0])]
 
 
 @jax.custom_vjp
