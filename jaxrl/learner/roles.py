@@ -103,7 +103,9 @@ def make_learner(
         scorer=scorer,
         ref_scorer=ref_scorer,
         ref_decoder=ref_decoder,
-        teachers=tuple(make_teacher(cfg, role, backbones[role], dtype) for role in roles),
+        teachers=tuple(
+            make_teacher(cfg, role, decoder, backbones[role], dtype, encoder) for role in roles
+        ),
         value_scorer=value_scorer,
         critic=critic,
         encoder=encoder,
@@ -157,10 +159,20 @@ def make_scorers(
 
 
 def make_teacher(
-    cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dtype
+    cfg: RunConfig,
+    role: str,
+    policy: DecoderConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    encoder: ImageEncoder | None,
 ) -> TeacherModel:
-    """A further teacher, which scores in the layout of the reference (config.ref)."""
+    """A further teacher, which scores in the layout of the reference (config.ref).
+
+    It reads the features of `encoder`, the policy's, unless one of both has a separate tower.
+    """
     decoder = for_platform(cfg, decoder, target_platform())[1]
-    layout = role_layout(cfg, "ref", decoder, dtype)
-    scorer = Scorer(cfg, layout, cfg.ref, most_likely=bool(teacher_top_k(cfg)))
+    layout, most_likely = role_layout(cfg, "ref", decoder, dtype), bool(teacher_top_k(cfg))
+    if encoder is not None and (policy.tower or decoder.tower) is not None:
+        encoder = encoder.another(decoder, layout)
+    scorer = Scorer(cfg, layout, cfg.ref, encoder=encoder, most_likely=most_likely)
     return TeacherModel(role, scorer, decoder)
