@@ -13,9 +13,9 @@ which read an int8 copy of the weights.
 Memory: the optimizer state, the sums of gradients and the reference are in host memory, 47 GiB per
 GPU.
 
-Minutes and result: not measured yet. By the planner's formulas an update needs 53.3 of the 67.7 GiB
-that rollout.memory_utilization allows, the rollout 26.4 without KV pages, and a step takes 220 s or
-more, a quarter of it in the rollout. Not compiled yet.
+Minutes and result: not measured yet. By its plan (docs/plans/grpo_deepseek_v3_h100.h100-256.txt) an
+update needs 54.1 of the 67.7 GiB that rollout.memory_utilization allows, and a step takes 1,342 s
+or more at the GPUs' peak rates.
 """
 
 from pathlib import Path

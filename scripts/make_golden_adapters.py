@@ -7,8 +7,11 @@ class of transformers with the tower. <name>_experts/ has one of the experts and
 tensor per expert: PEFT reads this format and does not write it, because transformers 5 fuses the
 experts. <name>_tables/ has one of the embedding table, the output head and q_proj. <name>_scores/
 has one of a classifier in tests/models/golden_scores/, with its trained score head, and the score
-of each token. Folders that exist are kept. With --check=FOLDER, it loads the adapters in
-FOLDER/<name> into the checkpoints and compares the logits or scores with those in their golden.npz.
+of each token. <name>_tower/ has one of q_proj and of the tower and projector of a checkpoint in
+tests/models/vision/golden/, and the features of images as scripts/make_golden_towers.py writes
+them. Folders that exist are kept. With --check=FOLDER, it loads the adapters in
+FOLDER/<name> into the checkpoints and compares the logits, scores or features with those in their
+golden files.
 
 torch and peft are not dependencies of the project; run this in a separate environment:
     python -m venv /tmp/peft && /tmp/peft/bin/pip install torch peft transformers safetensors numpy
@@ -22,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  only in that environment
 import transformers
+from make_golden_towers import WRITERS, packed_images
 from peft import LoraConfig, PeftModel, get_peft_model  # pyright: ignore[reportMissingImports]
 from safetensors.numpy import load_file, save_file
 
@@ -53,17 +57,25 @@ DORA = ("gemma2", "mixtral", "qwen2", "qwen3_5")  # checkpoints with a DoRA adap
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
 TABLES = ("llama", "qwen2")  # checkpoints with adapters of the embedding table and the output head
 SCORES = ("llama", "qwen2")  # classifiers with an adapter
+TOWERS = {  # checkpoints of tests/models/vision/golden with adapters of the tower
+    "qwen3_vl": r"visual\.(blocks|merger|deepstack_merger_list)\..*(qkv|proj|fc\d)",
+    "gemma4_limits": r"vision_tower\.encoder\..*\.linear|model\.embed_vision\..*_projection",
+}
+GOLDEN_TOWER = "golden_tower.npz"
 SHOWN = slice(None, None, 5)  # positions whose logits are kept
 
 
 def base_folder(models: Path, case: str, name: str) -> Path:
+    if case.endswith("_tower"):
+        return models / "vision" / "golden" / name
     return models / ("golden_scores" if case.endswith("_scores") else "golden") / name
 
 
 def base_model(folder: Path) -> torch.nn.Module:
     is_classifier = folder.parent.name == "golden_scores"
     kind = "SequenceClassification" if is_classifier else "CausalLM"
-    kind = "ImageTextToText" if folder.name in IMAGE_AND_TEXT else kind
+    with_images = folder.name in IMAGE_AND_TEXT or folder.parents[1].name == "vision"
+    kind = "ImageTextToText" if with_images else kind
     model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
@@ -78,6 +90,14 @@ def outputs(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]
         if hasattr(model, "score"):
             return {"scores": model.score(model.model(inputs)[0])[..., 0].numpy()}
         return {"logits": model(inputs).logits.numpy()[:, SHOWN]}
+
+
+def images(model: PeftModel) -> dict[str, np.ndarray]:
+    """The patches of images and their features."""
+    base = model.get_base_model()
+    kind = base.config.vision_config.model_type
+    with torch.no_grad():
+        return WRITERS.get(kind, packed_images)(base, np.random.default_rng(0))
 
 
 def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
@@ -100,6 +120,9 @@ def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
     target = models / "golden_adapters" / case
     model.save_pretrained(target)
     (target / "README.md").unlink(missing_ok=True)
+    if case.endswith("_tower"):
+        np.savez_compressed(target / GOLDEN_TOWER, allow_pickle=False, **images(model))
+        return
     np.savez(
         target / "golden.npz",
         allow_pickle=False,
@@ -136,8 +159,15 @@ def write_experts(models: Path, seed: int, case: str, name: str) -> None:
 
 
 def check(models: Path, case: str, name: str, folder: Path) -> None:
-    saved = np.load(folder / case / "golden.npz")
     source = base_folder(models, case, name)
+    if case.endswith("_tower"):
+        expected = np.load(models / "golden_adapters" / case / GOLDEN_TOWER)["features"]
+        model = PeftModel.from_pretrained(base_model(source), str(folder / case)).eval()
+        worst = np.abs(images(model)["features"] - expected).max()
+        print(f"{case}: features differ by {worst:.1e}")
+        assert worst < 2e-4
+        return
+    saved = np.load(folder / case / "golden.npz")
     base, tokens = base_model(source), np.load(source / "golden.npz")["tokens"]
     [(kind, before)] = outputs(base, tokens).items()
     found = outputs(PeftModel.from_pretrained(base, str(folder / case)).eval(), tokens)[kind]
@@ -155,6 +185,11 @@ def main() -> None:
     targets = ["embed_tokens", "lm_head", "q_proj"]
     cases |= {f"{name}_tables": (name, {"target_modules": targets}) for name in TABLES}
     cases |= {f"{name}_scores": (name, {"task_type": "SEQ_CLS"}) for name in SCORES}
+    text = r"model\.language_model\..*\.q_proj"
+    cases |= {
+        f"{name}_tower": (name, {"target_modules": f"{text}|model\\.{tower}"})
+        for name, tower in TOWERS.items()
+    }
     checked = Path(options[0].removeprefix("--check=")) if options else None
     for seed, (case, (name, settings)) in enumerate(cases.items()):
         if checked is not None:

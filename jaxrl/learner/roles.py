@@ -105,7 +105,9 @@ def make_learner(
         student_scorer=make_student_scorer(cfg, scorer) if compares_student_ids(cfg) else None,
         ref_scorer=ref_scorer,
         ref_decoder=ref_decoder,
-        teachers=tuple(make_teacher(cfg, role, backbones[role], dtype) for role in roles),
+        teachers=tuple(
+            make_teacher(cfg, role, decoder, backbones[role], dtype, encoder) for role in roles
+        ),
         value_scorer=value_scorer,
         critic=critic,
         encoder=encoder,
@@ -170,12 +172,27 @@ def n_given_ids(cfg: RunConfig) -> int:
 
 
 def make_teacher(
-    cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dtype
+    cfg: RunConfig,
+    role: str,
+    policy: DecoderConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    encoder: ImageEncoder | None,
 ) -> TeacherModel:
-    """A further teacher, which scores in the layout of the reference (config.ref)."""
+    """A further teacher, which scores in the layout of the reference (config.ref).
+
+    It reads the features of `encoder`, the policy's, unless one of both has a separate tower.
+    """
     decoder = for_platform(cfg, decoder, target_platform())[1]
     layout = role_layout(cfg, "ref", decoder, dtype)
+    if encoder is not None and (policy.tower or decoder.tower) is not None:
+        encoder = encoder.another(decoder, layout)
     scorer = Scorer(
-        cfg, layout, cfg.ref, most_likely=bool(teacher_top_k(cfg)), n_given=n_given_ids(cfg)
+        cfg,
+        layout,
+        cfg.ref,
+        encoder=encoder,
+        most_likely=bool(teacher_top_k(cfg)),
+        n_given=n_given_ids(cfg),
     )
     return TeacherModel(role, scorer, decoder)

@@ -93,7 +93,7 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> ServerState:
         metrics,
         max_tasks=max_tasks,
         step=model.step,
-        encoder=model.encoder,
+        encoders=model.encoders,
     )
     watcher = None
     if options.follow and model.checkpoints is not None:

@@ -57,14 +57,15 @@ class ServingThread:
         *,
         max_tasks: int,
         step: int | None = None,
-        encoder: ImageEncoder | None = None,
+        encoders: Sequence[ImageEncoder] = (),
     ):
         """`max_tasks` bounds running and queued tasks together.
 
         `step` is the training step of `params`, or None if they are not from a checkpoint.
-        `encoder` computes the features of images, if the model reads them.
+        `encoders` compute the features of images for the base model and for each adapter, if the
+        model reads images.
         """
-        self._encoder = encoder
+        self._encoders = encoders
         self._engine, self._params, self._mesh, self._metrics = engine, params, mesh, metrics
         self.max_tasks = max_tasks
         self.step = step
@@ -242,7 +243,8 @@ class ServingThread:
     def _start(self, task: GenerationTask) -> None:
         task.step = self.step
         try:
-            images = request_images(task.images, self._encoder)
+            encoder = self._encoders[task.request.adapter] if task.images else None
+            images = request_images(task.images, encoder)
             task.slot = self._engine.submit(dataclasses.replace(task.request, images=images))
         except ValueError as error:
             self._forget(task)

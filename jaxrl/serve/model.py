@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
@@ -17,6 +18,7 @@ from jaxrl.layout import Layout, rollout_layout
 from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.models.config import DecoderConfig, LoRA, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.files.adapted_tower import load_adapted_tower
 from jaxrl.models.files.adapter import check_base_copies, load_with_adapters, warn_of_other_base
 from jaxrl.models.files.adapter_stack import stack_adapters
 from jaxrl.models.files.hf_load import model_config
@@ -48,7 +50,8 @@ class Model:
     step: int | None = None  # training step of the weights; None if not a checkpoint
     checkpoints: Checkpoints | None = None  # of the run that is served
     images: ImageReader | None = None  # None: the model reads text only
-    encoder: ImageEncoder | None = None  # of the features of images
+    # Of the features of images for the base model and for each adapter; none: it reads text only
+    encoders: Sequence[ImageEncoder] = ()
 
 
 def open_model(
@@ -103,7 +106,8 @@ def open_model(
             saved = None if checkpoints is None else Checkpoints(checkpoints, abstract, layout)
             load = functools.partial(load_initial, folder, decoder, layout, seed=run.seed)
             if saved is None or not step:
-                params = layout.prepare(load(start=run.lora.path, served=adapters))
+                params = load(start=run.lora.path, served=adapters, with_tower=tower is not None)
+                params = layout.prepare(params)
             else:
                 base = layout.prepare(load()) if saved.only_adapters else None
                 params = saved.place(saved.read(step), base)
@@ -115,10 +119,10 @@ def open_model(
                 run, run.rollout, layout, params.cfg, eos_ids, adjustable=True, tower=tower
             )
             engine.warmup_first(params)
-            encoder = None
+            encoders: Sequence[ImageEncoder] = ()
             if tower is not None:
                 encoder = ImageEncoder(folder, tower, params.cfg, layout.rules, dtype)
-                encoder.load()
+                encoders = load_encoders(encoder, folder, adapters, params.cfg, layout, dtype)
             pool = engine.scheduler.pool
     max_model_len = min(max_len, pool.n_pages * pool.page_len)
     return Model(
@@ -132,8 +136,31 @@ def open_model(
         step,
         saved,
         images=images,
-        encoder=encoder,
+        encoders=encoders,
     )
+
+
+def load_encoders(
+    base: ImageEncoder,
+    folder: Path,
+    adapters: Sequence[Path],
+    decoder: DecoderConfig,
+    layout: Layout,
+    dtype: DTypeLike,
+) -> list[ImageEncoder]:
+    """The encoder of the model in `folder`, and that of each adapter, loaded.
+
+    An adapter that changes the vision tower has a tower with the adapter merged, and features that
+    are kept apart; the others use those of the base model.
+    """
+    base.load()
+    encoders = [base]
+    for adapter in adapters:
+        tower = load_adapted_tower(adapter, folder, decoder, rules=layout.rules, dtype=dtype)
+        encoders.append(base if tower is None else base.another(decoder))
+        if tower is not None:
+            encoders[-1].load(tower)
+    return encoders
 
 
 def load_initial(
@@ -144,14 +171,19 @@ def load_initial(
     seed: int,
     start: str = "",
     served: Sequence[Path] = (),
+    with_tower: bool = False,
 ) -> Decoder:
     """The model in `folder`; with the adapters of `decoder`, or those that are `served`.
 
-    `start` is the folder of the adapters that the run of `decoder` continued from.
+    `start` is the folder of the adapters that the run of `decoder` continued from. Adapters may
+    change the vision tower if the server reads images, `with_tower`.
     """
     rules, dtype = layout.rules, layout.dtype
     params = load_with_adapters(folder, rules, decoder, dtype, seed=seed, adapter=start)
     for adapter in served:
         check_base_copies(adapter, find_tensors(folder))
         warn_of_other_base(adapter, str(folder))
-    return stack_adapters(params, served, rules=rules, dtype=dtype) if served else params
+    if not served:
+        return params
+    source = folder if with_tower else None
+    return stack_adapters(params, served, rules=rules, dtype=dtype, source=source)

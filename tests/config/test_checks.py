@@ -259,10 +259,10 @@ WRONG = [
         dict(
             algorithm__teacher="big",
             algorithm__kl_coef=1.0,
-            algorithm__more_teachers=("b?source=x",),
+            algorithm__more_teachers=("http://b/v1?source=x",),
             data__images=True,
         ),
-        "more_teachers=('b?source=x',) read text, and data.images=True has images",
+        "a server gets token ids, and data.images=True has images; set a teacher in a folder",
     ),
     (
         dict(

@@ -2,15 +2,26 @@
 
 import base64
 import contextlib
+import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import openai
 import pytest
 from PIL import Image
 
 from jaxrl.config.keys import SamplingConfig
+from jaxrl.models.config import LoRA
+from jaxrl.models.files.adapter import load_with_adapters, open_adapter, save_adapter
+from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.files.hf_save import convert_model
+from jaxrl.models.lora import combine, split
+from jaxrl.models.vision.towers import folder_tower, with_trained_tower
 from jaxrl.rollout.request_images import request_images
 from jaxrl.serve.model import open_model
 from scripts.make_tiny_vlm import write_tiny_vlm
+from sharding import TRAIN, make_mesh
 from tests.data.images.pictures import encoded
 from tests.models.vision.tiny_gemma import write_tiny_gemma
 from tests.serve.serve_cases import KEY, arguments, direct, metric, serving, wait_until
@@ -43,9 +54,9 @@ def picture(color, size=(24, 16)) -> dict:
 
 def ask(served, *parts, **more):
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    options = dict(max_tokens=12, temperature=0, logprobs=True) | more
+    options = dict(model="tiny", max_tokens=12, temperature=0, logprobs=True) | more
     return served.client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": content}], **options
+        messages=[{"role": "user", "content": content}], **options
     ).choices
 
 
@@ -70,9 +81,42 @@ def assert_answers_are_the_engines(served):
     marked, images = model.images.read_messages(messages)
     places = model.renderer.images
     tokens = places.expand(model.renderer.render(marked), images)
-    features = request_images(places.place(tokens, images), model.encoder)
+    features = request_images(places.place(tokens, images), model.encoders[0])
     how = dict(max_tokens=12, sampling=SamplingConfig(temperature=0.0), images=features)
     assert logps[1] == direct(model, [tokens], **how)[0][1]
+
+
+@pytest.mark.thorough
+def test_an_adapter_of_the_tower_answers_as_the_merged_model(vlm, tmp_path):
+    """Base and adapter have features of an image that are kept apart, and so are their prefixes."""
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    decoder = with_trained_tower(model_config(vlm), folder_tower(vlm), "none")
+    targets = ("q_proj", "model.visual.blocks.attn.qkv", "model.visual.merger.linear_fc2")
+    decoder = dataclasses.replace(decoder, lora=LoRA(2, 8.0, targets=targets))
+    with jax.set_mesh(make_mesh()):
+        model = load_with_adapters(vlm, TRAIN, decoder, jnp.float32, seed=0)
+        trained, frozen = split(model)
+        model = combine(jax.tree.map(lambda a: a + 0.3, trained), frozen)
+        save_adapter(adapter, model, base=str(vlm), source=vlm)
+    convert_model(vlm, merged, adapter=open_adapter(adapter, decoder))
+
+    def answers(folder, names, *options):
+        with serving(arguments(folder, "--config.data.images=True", *options)) as served:
+            found = [ask(served, picture(RED), "What?", model=name)[0] for name in names]
+        return [[token.logprob for token in choice.logprobs.content] for choice in found]
+
+    base, adapted, again, base_again = answers(
+        vlm, ("tiny", "tower", "tower", "tiny"), f"--adapter=tower={adapter}"
+    )
+    [expected] = answers(merged, ("tiny",))
+    assert base == base_again and adapted == again
+    np.testing.assert_allclose(adapted, expected, atol=2e-4)
+    assert np.abs(np.subtract(adapted, base)).max() > 0.01
+    with (
+        pytest.raises(ValueError, match=r"outside of the language model.*data\.images=True"),
+        serving(arguments(vlm, f"--adapter=tower={adapter}")),
+    ):
+        pass
 
 
 @pytest.mark.thorough

@@ -133,8 +133,12 @@ def test_a_teacher_of_the_same_tower_reads_the_images(image_config, vlm, tmp_pat
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["equal", "wider"])
-def test_a_teacher_of_another_tower_reads_its_own_features(image_config, vlm, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("equal", "teacher"), ("wider", "teacher"), ("equal", "more"), ("wider", "more")],
+)
+def test_a_teacher_of_another_tower_reads_its_own_features(image_config, vlm, tmp_path, kind, key):
+    """Also as one of several teachers; then it has all rows, and the first one has none."""
     teacher = tmp_path / "teacher"
     if kind == "equal":  # the same features by another order of the projector's hidden units
         shutil.copytree(vlm, teacher)
@@ -142,6 +146,12 @@ def test_a_teacher_of_another_tower_reads_its_own_features(image_config, vlm, tm
     else:
         write_tiny_vlm(teacher, width=64, n_layers=1, seed=1)
     image_config.algorithm.teacher, image_config.algorithm.kl = str(teacher), "k1"
+    if key == "more":
+        image_config.algorithm.more_teachers = (f"{teacher}?source=default",)
+        other = tmp_path / "other"
+        write_tiny_vlm(other, width=32, n_layers=1, seed=2)
+        image_config.algorithm.teacher = str(other)
+        image_config.learner.offload = ("reference",)
     image_config.algorithm.kl_in, image_config.algorithm.kl_coef = "reward", 0.5
     image_config.algorithm.advantage = "distill"
     assert train(resolve(image_config))

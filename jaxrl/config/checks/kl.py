@@ -66,11 +66,6 @@ def _named_teacher_errors(run: RunConfig) -> list[str]:
             "before it; set algorithm.kl_top_k=20, or algorithm.kl='k1' with "
             "algorithm.kl_in='reward'"
         )
-    if more and run.data.images:
-        errors.append(
-            f"algorithm.more_teachers={more} read text, and data.images=True has images, which "
-            "only algorithm.teacher reads; leave one of them out"
-        )
     return errors + (_endpoint_errors(run, shown) if at_server else [])
 
 

@@ -10,12 +10,13 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxrl.models.adapter_stack import with_gains
-from jaxrl.models.config import LoRA
+from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.files.adapter import open_adapter, warn_of_unused_head
+from jaxrl.models.files.adapter import open_adapter, warn_of_unused_head, with_adapted_tower
 from jaxrl.models.files.hf_save import StoredAdapter
 from jaxrl.models.lora import without_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
+from jaxrl.models.vision.names import is_of_tower
 from sharding import Rules
 
 A_PARTS = ("lora_A.weight", "lora_embedding_A")
@@ -23,19 +24,26 @@ B_PARTS = ("lora_B.weight", "lora_embedding_B")
 
 
 def stack_adapters(
-    base: Decoder, folders: Sequence[Path], *, rules: Rules, dtype: DTypeLike
+    base: Decoder,
+    folders: Sequence[Path],
+    *,
+    rules: Rules,
+    dtype: DTypeLike,
+    source: Path | None = None,
 ) -> Decoder:
     """The base model with the adapters of all folders, of which every token uses its own.
 
     The base is shared. Ranks are padded with zeros to the largest, and so are layers that only some
-    of the adapters change. The scale of an adapter is multiplied into its B. Raises ValueError for
-    a folder that has no adapter of this model.
+    of the adapters change. The scale of an adapter is multiplied into its B. Adapters may also
+    change the vision tower of the model in `source`, which is not a part of the base here
+    (adapted_tower.py). Raises ValueError for a folder that has no adapter of this model.
     """
-    stored = [open_adapter(folder, base.cfg) for folder in folders]
+    stored = [open_adapter(folder, _with_tower(folder, base.cfg, source)) for folder in folders]
     for folder, one in zip(folders, stored, strict=True):
         warn_of_unused_head(folder, one.tensors, base.cfg)
     rank = max(one.lora.rank for one in stored)
-    targets = tuple(sorted({target for one in stored for target in one.lora.targets}))
+    every = {target for one in stored for target in one.lora.targets}
+    targets = tuple(sorted(target for target in every if not is_of_tower(target)))
     dora = any(one.lora.dora for one in stored)
     lora = LoRA(rank, alpha=float(rank), dora=dora, targets=targets, n_stacked=len(stored))
     model = _with_stored(base, lora, stored, rules, dtype)
@@ -44,6 +52,10 @@ def stack_adapters(
             own = dataclasses.replace(one.lora, alpha=float(one.lora.rank), rslora=False)
             model = with_gains(model, i, _with_stored(base, own, [one], rules, dtype), rules)
     return model
+
+
+def _with_tower(folder: Path, decoder: DecoderConfig, source: Path | None) -> DecoderConfig:
+    return decoder if source is None else with_adapted_tower(folder, decoder, source)
 
 
 def put_adapter(

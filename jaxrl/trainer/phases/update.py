@@ -104,14 +104,20 @@ def refresh_reference(core: Core) -> None:
             with layout.on_mesh():
                 ref = moved(to_device(core.ref_params), ref, rate=rate)
         core.reference = to_host(ref) if "reference" in core.cfg.learner.offload else ref
-        load_reference_tower(core)
+        load_reference_towers(core)
 
 
-def load_reference_tower(core: Core) -> None:
-    """Gives the tower of the reference to its encoder, if it is not the policy's."""
-    encoder, ref = core.learner.ref_scorer.encoder, core.ref_params
-    if encoder is not None and encoder is not core.learner.encoder and ref is not None:
-        encoder.load(ref.tower)
+def load_reference_towers(core: Core) -> None:
+    """Gives the towers of the reference and of teachers to their encoders, except the policy's."""
+    pairs = [(core.learner.ref_scorer, core.ref_params)]
+    pairs += [
+        (teacher.scorer, params)
+        for teacher, params in zip(core.learner.teachers, core.more_references, strict=False)
+    ]
+    for scorer, ref in pairs:
+        encoder = scorer.encoder
+        if encoder is not None and encoder is not core.learner.encoder and ref is not None:
+            encoder.load(ref.tower)
 
 
 @functools.partial(jax.jit, static_argnames="rate", donate_argnums=1)

@@ -44,7 +44,8 @@ class ModelFolders:
     teachers: Mapping[str, Path]  # those on the devices by role: "teacher", "teacher_2", ...
     reward_model: Path | None
     judge: Path | None  # of weights = "checkpoint"
-    teacher_tower: TowerConfig | None = None  # None: a teacher reads the policy's features
+    # Those of teachers, by role; without one, a teacher reads the policy's features.
+    teacher_towers: Mapping[str, TowerConfig] = dataclasses.field(default_factory=dict)
 
     @property
     def reference(self) -> Path:
@@ -58,9 +59,11 @@ class ModelFolders:
             folders["reward_model"] = self.reward_model
         if self.judge is not None:
             folders["judge"] = self.judge
-        found = {name: model_config(folder) for name, folder in folders.items()}
-        teacher = dataclasses.replace(found["teacher"], tower=self.teacher_tower)
-        return found | {"teacher": teacher}
+        towers = self.teacher_towers
+        return {
+            name: dataclasses.replace(model_config(folder), tower=towers.get(name))
+            for name, folder in folders.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +103,13 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
             progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
         decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
         if images is not None:
-            tower_of_teacher = other_tower(cfg, folders, images)
-            folders = dataclasses.replace(folders, teacher_tower=tower_of_teacher)
+            check_roles_with_images(cfg, folders)
+            towers = {
+                role: other_tower(cfg, teacher, folders.teachers[role], policy, images)
+                for role, teacher in model_teachers(cfg.algorithm).items()
+            }
+            towers = {role: tower for role, tower in towers.items() if tower is not None}
+            folders = dataclasses.replace(folders, teacher_towers=towers)
         check_critic(cfg, folders.critic, renderer.tokenizer)
         for role, teacher in model_teachers(cfg.algorithm).items():
             check_teacher(cfg, teacher, folders.teachers[role], renderer.tokenizer, decoder)
@@ -181,12 +189,8 @@ def resolve_optional(key: str, path: str) -> Path | None:
     return resolve_model(path, key=f"config.{key}") if path else None
 
 
-def other_tower(cfg: RunConfig, folders: ModelFolders, images: ImageReader) -> TowerConfig | None:
-    """The tower of a teacher, if it is not the policy's.
-
-    Raises ValueError for images with a reward model, with a critic of another tower, and with a
-    teacher that reads images as other patches or as other tokens than the policy.
-    """
+def check_roles_with_images(cfg: RunConfig, folders: ModelFolders) -> None:
+    """Raises ValueError for images with a reward model, and with a critic of another tower."""
     if cfg.reward_model.path:
         raise ValueError(
             "config.reward_model.path scores text, and the run has images (config.data.images); "
@@ -198,10 +202,19 @@ def other_tower(cfg: RunConfig, folders: ModelFolders, images: ImageReader) -> T
             "features a critic of images (config.data.images) reads; set it to a model that was "
             "trained from the policy's model with a frozen tower, or leave it out"
         )
-    folder = folders.reference
-    if folder == folders.policy or same_tower(folders.policy, folder):
+
+
+def other_tower(
+    cfg: RunConfig, teacher: Teacher, folder: Path, policy: Path, images: ImageReader
+) -> TowerConfig | None:
+    """The tower of a teacher in a folder, if it is not the policy's.
+
+    Raises ValueError for a teacher that reads images as other patches or as other tokens than the
+    policy.
+    """
+    if folder == policy or same_tower(policy, folder):
         return None
-    key = f"config.algorithm.teacher={folder}"
+    key = f"config.{teacher.key}={folder}"
     tower = known_tower(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     if found := images.differences(ImageReader(folder, tokenizer, cfg.data)):

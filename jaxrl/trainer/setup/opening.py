@@ -60,7 +60,7 @@ from jaxrl.trainer.offline.objective import (
 )
 from jaxrl.trainer.phases.length_stages import LengthStage
 from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
-from jaxrl.trainer.phases.update import load_reference_tower
+from jaxrl.trainer.phases.update import load_reference_towers
 from jaxrl.trainer.setup.devices import Policy, open_plan, open_policy
 from jaxrl.trainer.setup.engines import (
     check_rollout_layout,
@@ -355,7 +355,7 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         demonstrations=host.demonstrations,
         endpoints=host.endpoints,
     )
-    load_reference_tower(core)
+    load_reference_towers(core)
     check_disk(core)
     return core
 
