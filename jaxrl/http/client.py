@@ -103,7 +103,7 @@ def with_retries[T](
     first_wait_s: float,
     end: float = float("inf"),
 ) -> T:
-    """What `send(attempt)` returns, which is called again after a failure that may pass.
+    """The result of `send(attempt)`, which is called again after a failure that may pass.
 
     `attempts` is at least 1. Waits `first_wait_s` seconds, doubled each time; no attempt starts
     after the time `end`. Raises the last RequestFailed.

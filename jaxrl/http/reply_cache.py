@@ -15,7 +15,7 @@ class ReplyCache:
         self._folder, self._suffix = folder.expanduser(), suffix
 
     def get(self, key: str) -> bytes | None:
-        """What was kept; None if there is nothing."""
+        """The bytes of a key; None if there are none."""
         try:
             return self._path(key).read_bytes()
         except OSError:

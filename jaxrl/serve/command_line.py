@@ -3,9 +3,8 @@
 import argparse
 from collections.abc import Mapping
 
-Limits = Mapping[
-    str, tuple[int | float, int | float, str]
-]  # option: (default, smallest value, help)
+# option: (default, smallest value, help)
+OptionLimits = Mapping[str, tuple[int | float, int | float, str]]
 
 
 def server_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -29,14 +28,14 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
     )
 
 
-def add_limits(parser: argparse.ArgumentParser, limits: Limits) -> None:
+def add_limits(parser: argparse.ArgumentParser, limits: OptionLimits) -> None:
     for name, (default, _, text) in limits.items():
         kind, explained = type(default), f"{text} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=kind, default=default, help=explained)
 
 
 def parse_own(
-    parser: argparse.ArgumentParser, argv: list[str], limits: Limits, models: str
+    parser: argparse.ArgumentParser, argv: list[str], limits: OptionLimits, models: str
 ) -> tuple[argparse.Namespace, list[str]]:
     """(the server's own options, the arguments that are left).
 

@@ -96,7 +96,10 @@ def test_the_command_line_accepts_the_default_of_every_key():
     "override_, message",
     [
         ("--config.rollout.max_num_seq=3", "did you mean rollout.max_num_seqs?"),
-        ("--config.max_num_seqs=3", "did you mean rollout.max_num_seqs?"),
+        (
+            "--config.max_num_seqs=3",
+            "did you mean rollout.max_num_seqs or reward.judge.max_num_seqs?",
+        ),
         ("--config.learner.n=3", "did you mean rollout.n or eval.n?"),
         ("--config.qwertyuiop=3", "no key qwertyuiop; --config.help lists the keys"),
         ("--config.rollout=3", "rollout is a section; set one of its keys"),

@@ -48,7 +48,7 @@ def test_every_name_has_an_answer():
         ("optim.lr", "optim.lr is learner.lr here"),
         ("ppo_mini_batch_size", "verl's actor_rollout_ref.actor.ppo_mini_batch_size is learner."),
         ("actor_rollout_ref.nothing", "actor_rollout_ref has other names here; docs/reference/ke"),
-        ("max_num_seqs", "did you mean rollout.max_num_seqs?"),
+        ("max_num_seqs", "did you mean rollout.max_num_seqs or reward.judge.max_num_seqs?"),
         ("rollout.tenser", "did you mean rollout.tensor?"),
         ("learner.opt", "did you mean learner.optimizer?"),
         ("learner.learning_rate", "TRL's learning_rate is learner.lr here"),

@@ -131,7 +131,7 @@ def text_field(schema: dict[str, Any]) -> str:
 
 
 def _reasons(data: dict[str, Any]) -> str:
-    """What is wrong with the fields of an action, by the errors of pydantic in an answer."""
+    """The faults of an action's fields, by the errors of pydantic in an answer."""
     found = [
         f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
         for one in data.get("errors") or ()

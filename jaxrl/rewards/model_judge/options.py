@@ -70,6 +70,7 @@ def takes_options[R](
         signature = inspect.signature(function)
         others = [p for name, p in signature.parameters.items() if name != "options"]
         own = [p.replace(kind=p.KEYWORD_ONLY) for p in declared.values()]
+        del vars(call)["__wrapped__"]  # whose source has other arguments
         vars(call)["__signature__"] = signature.replace(parameters=[*others, *own])
         return call
 

@@ -65,10 +65,10 @@ def test_of_a_tower_the_matrices_decay(name):
     found: dict[float, set[str]] = {0.0: set(), 0.1: set()}
     for spec, number in zip(jax.tree.leaves(specs, is_leaf=is_spec), numbers, strict=True):
         found[number].add(re.sub(r"\.\d+\.", ".", spec.hf))
-    norms = re.compile(r"norm[^.]*\.weight$|\.ln_q\.|\.std_scale$")
+    others = re.compile(r"norm[^.]*\.weight$|\.ln_q\.|\.std_scale$|(in|out)put_(min|max)$")
     every = found[0.0] | found[0.1]
     assert {one for one in found[0.0] if not one.endswith("bias")} == set(
-        filter(norms.search, every)
+        filter(others.search, every)
     )
     assert any("patch_embed" in one for one in found[0.1])
 
