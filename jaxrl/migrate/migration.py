@@ -209,8 +209,6 @@ def freeze_vision(found: Migration, name: str) -> None:
         return
     if config.get("lora.rank"):
         reason = r"lora.target_modules has no names of it, such as 'visual\..*'"
-    elif config.get("mesh.stage", 1) != 1:
-        reason = "the stages of a pipeline have no tower; set mesh.stage=1"
     elif config.get("algorithm.advantage") == "gae":
         reason = "a separate critic has no tower; set critic.shared=True"
     else:

@@ -153,7 +153,7 @@ def pipelined_gradients(
     until: Int[Array, "B T"] | None = None,
     copies: Int[Array, "B T"] | None = None,
     experts: Int[Array, "B T L k"] | None = None,
-    features: ImageFeatures | None = None,
+    features: ImageFeatures | PackedPatches | None = None,
     axis_positions: Int[Array, "B T 3"] | None = None,
     zero_sums: Tree,
     load_gradient: RouterLoad | None,
@@ -169,32 +169,39 @@ def pipelined_gradients(
     `objective(model, hidden, rows)` is (loss, sums) of one row of every data-parallel rank from its
     final hidden states [ranks, T, D]; the model has no layers there, and `rows` are the further
     inputs, [B, T, ...]. `load_gradient` is the gradient of the loss with respect to the router
-    load. The other arguments are those of `forward_routed`.
+    load. The other arguments are those of `forward_routed`. A tower runs before the first stage,
+    for all rows together.
     """
-    check_images(model.cfg, features, axis_positions)
     trained, frozen = split(model)
-    top = _with_layers(trained, jax.tree.map(lambda _: optax.MaskedNode(), trained.layers))
+    outside = _with_parts(trained, layers=_masked(trained.layers))
+    top = _with_parts(outside, tower=_masked(trained.tower))
     layers, places = stacked_layers(model.cfg, trained.layers, rules)
     run = _stage(model.cfg, rules, remat, implementation, segment_align)
 
-    def stage(layers, constants, x, *rows):
+    def stage(layers, constants, x, deep, *rows):
         frozen, places = constants
         layers = combine(layers, frozen)
         layers = with_mlp_chunk(with_matmul_dtype(layers, matmul_dtype), mlp_chunk)
-        return run((layers, places), x, *rows)
+        return run((layers, places), x, *rows, deep)
 
-    def embed(top: Tree) -> jax.Array:
-        return to_micro_batches(_embed(combine(top, frozen), tokens, features, rules), rules)
+    visibility = None if until is None else Visibility(until, positions)
+
+    def embed(outside: Tree) -> tuple[tuple[jax.Array, jax.Array | None], Visibility | None]:
+        whole, found = combine(outside, frozen), features
+        if isinstance(found, PackedPatches):
+            found = whole.encode_images(found, rules, remat)
+        check_images(whole.cfg, found, axis_positions)
+        x = _embed(whole, tokens, found, rules)
+        seen, deep = _image_rows(whole.cfg, found, segments, visibility, x.dtype, rules)
+        return jax.tree.map(lambda a: to_micro_batches(a, rules), (x, deep)), seen
 
     def loss(top: Tree, hidden: jax.Array, rows: Tree) -> tuple[jax.Array, Tree]:
         whole = combine(top, frozen)
         return objective(whole, whole.finish(hidden), rows)
 
-    visibility = None if until is None else Visibility(until, positions)
     weights = segments > 0 if copies is None else copies
     rotary = positions if axis_positions is None else axis_positions
-    x, pull_back = jax.vjp(embed, top)
-    of_images = _image_rows(model.cfg, features, segments, visibility, x.dtype, rules)
+    (x, deep), pull_back, seen = jax.vjp(embed, outside, has_aux=True)
     found = gradients_1f1b(
         stage,
         loss,
@@ -202,15 +209,18 @@ def pipelined_gradients(
         (stacked_layers(model.cfg, frozen.layers, rules)[0], places),
         top,
         x,
-        (rotary, segments, weights, visibility, experts, *of_images),
+        deep,
+        (rotary, segments, weights, visibility, experts, seen),
         rows,
         zero_sums=zero_sums,
         load_gradient=load_gradient,
         rules=rules,
     )
-    (embedded,) = pull_back(found.x)
+    (embedded,) = pull_back((found.x, found.added))
+    tower = jax.tree.map(lambda a: a.astype(jnp.float32), embedded.tower)
+    embedded = _with_parts(embedded, tower=_masked(embedded.tower))
     grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), found.top, embedded)
-    return _with_layers(grads, found.layers), found.sums, found.load
+    return _with_parts(grads, layers=found.layers, tower=tower), found.sums, found.load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,10 +361,16 @@ def _layers_first(experts: jax.Array | None) -> jax.Array | None:
     return None if experts is None else jnp.moveaxis(experts, 2, 0)
 
 
-def _with_layers(model: Tree, layers: Tree) -> Tree:
+def _with_parts(model: Tree, **parts: Tree) -> Tree:
+    """The same arrays, with other ones in these attributes."""
     new = jax.tree.map(lambda leaf: leaf, model)
-    new.layers = layers
+    for name, part in parts.items():
+        setattr(new, name, part)
     return new
+
+
+def _masked(part: Tree) -> Tree:
+    return jax.tree.map(lambda _: optax.MaskedNode(), part)
 
 
 def with_matmul_dtype(model: Tree, dtype: str) -> Tree:

@@ -41,6 +41,7 @@ class Gradients:
     layers: Tree
     top: Tree
     x: Tree  # [B, T, D] as [M, ranks, T, D], the gradient of the input of the first layer
+    added: Tree  # [M, ranks, T, ...], the gradient of further inputs
     sums: Tree  # of the objective
     load: Tree  # sums per layer, that the stages return
 
@@ -53,6 +54,7 @@ class _Carry:
     returned: Tree  # [S, ranks, T, D], gradients of the outputs of the stages
     saved: Tree  # list of [S, slots, ...], what backward needs of micro-batches
     x: Tree  # [M, ranks, T, D], inputs of the first layer; after backward, their gradients
+    added: Tree  # [S, M, ranks, T, ...], gradients of further inputs by each stage
     layers: Tree
     load: Tree
     top: Tree
@@ -74,6 +76,7 @@ def gradients_1f1b(
     frozen: Tree,
     top: Tree,
     x: Float[Array, "M R T D"],
+    added: Tree,
     stage_rows: Tree,
     rows: Tree,
     *,
@@ -83,10 +86,11 @@ def gradients_1f1b(
 ) -> Gradients:
     """Gradients of the sum of the objective over micro-batches, each a row of every rank.
 
-    `stage(layers, frozen, x, *rows)` runs the layers of a stage and returns their output and sums
-    over tokens, [layers, ...]; `layers` and `frozen` are sharded over the stages, and only `layers`
-    has a gradient. `objective(top, hidden, rows)` is (loss, sums) of one micro-batch from the
-    output of the last layer. `stage_rows` and `rows` are the further inputs of both, [B, T, ...].
+    `stage(layers, frozen, x, added, *rows)` runs the layers of a stage and returns their output and
+    sums over tokens, [layers, ...]; `layers` and `frozen` are sharded over the stages, and only
+    `layers` has a gradient. `objective(top, hidden, rows)` is (loss, sums) of one micro-batch from
+    the output of the last layer. `stage_rows` and `rows` are the further inputs of both,
+    [B, T, ...]; `added`, [M, ranks, T, ...], are those of all stages that have a gradient.
     `load_gradient` is the gradient of the loss with respect to the sums of `stage`. `zero_sums` are
     the sums of no micro-batch.
     """
@@ -96,10 +100,12 @@ def gradients_1f1b(
     )
     stage_rows = jax.tree.map(lambda a: to_stages(to_micro_batches(a, rules), rules), stage_rows)
     rows = jax.tree.map(lambda a: to_micro_batches(a, rules), rows)
-    owned = layers, frozen, stage_rows
+    added = jax.tree.map(lambda a: to_stages(a, rules), added)
+    owned = layers, frozen, (added, *stage_rows)
     loop = _Loop(stage, objective, owned, top, rows, load_gradient, rules, n_micro=x.shape[0])
     carry = _run(loop, loop.start(x, zero_sums))
-    return Gradients(carry.layers, carry.top, carry.x, carry.sums, carry.load)
+    added = jax.tree.map(lambda a: from_stages(a, rules), carry.added)
+    return Gradients(carry.layers, carry.top, carry.x, added, carry.sums, carry.load)
 
 
 def _run(loop: "_Loop", carry: _Carry) -> _Carry:
@@ -134,7 +140,8 @@ class _Loop:
 
     stage: Callable
     objective: Callable
-    owned: tuple[Tree, Tree, Tree]  # layers, frozen [L, ...] and rows [S, M, ranks, T] of stages
+    owned: tuple[Tree, Tree, Tree]  # layers, frozen [L, ...] and rows [S, M, ranks, T] of stages,
+    # of which the first have a gradient
     top: Tree
     rows: Tree  # [M, ranks, T, ...]
     load_gradient: Tree  # [L, ...]
@@ -178,7 +185,8 @@ class _Loop:
 
         kept = self._on_stages(saved, 0, self.owned, sent)
         layers, load, top = zeros((self.owned[0], self.load_gradient, self.top))
-        return _Carry(sent, sent, kept, x, layers, load, top, zero_sums)
+        added = jax.tree.map(jnp.zeros_like, self.owned[2][0])
+        return _Carry(sent, sent, kept, x, added, layers, load, top, zero_sums)
 
     def enter(self, carry: _Carry, tick: jax.Array | int) -> _Carry:
         """Before this tick: the input of stage 0."""
@@ -217,18 +225,20 @@ class _Loop:
         return dataclasses.replace(carry, returned=returned, top=top, sums=carry.sums + sums)
 
     def backward(self, carry: _Carry, tick: jax.Array) -> _Carry:
-        def body(tick, owned, returned, saved, load, total):
+        def body(tick, owned, returned, saved, load, total, added):
             now = self.backward_pass(lax.axis_index(self.axis), tick)
             out = jax.tree.map(lambda a: jnp.where(now.busy, a, 0), (returned[0], load))
             kept = [a[0, now.slot] for a in saved]
             # Only the function of `kept` is used: XLA removes this forward pass.
             _, restore, _ = self._differentiate(owned, jnp.zeros_like(returned[0]), now)
-            layers, x = restore(kept)(out)
-            return self._shift(x, -1)[None], _add(total, layers, now.busy)
+            layers, x, more = restore(kept)(out)
+            # An idle stage adds zeros: its `out` is zero.
+            added = jax.tree.map(lambda a, b: a.at[0, now.micro_batch].add(b), added, more)
+            return self._shift(x, -1)[None], _add(total, layers, now.busy), added
 
-        own = carry.returned, carry.saved, self.load_gradient, carry.layers
-        returned, layers = self._on_stages(body, tick, self.owned, *own)
-        return dataclasses.replace(carry, returned=returned, layers=layers)
+        own = carry.returned, carry.saved, self.load_gradient, carry.layers, carry.added
+        returned, layers, added = self._on_stages(body, tick, self.owned, *own)
+        return dataclasses.replace(carry, returned=returned, layers=layers, added=added)
 
     def leave(self, carry: _Carry, tick: jax.Array | int) -> _Carry:
         """Before this tick: stores the gradient of the first layer's input, from the tick before.
@@ -246,10 +256,14 @@ class _Loop:
         Weights, rows and constants, which the backward pass has, are not among them.
         """
         layers, frozen, rows = owned
-        rows = jax.tree.map(lambda a: a[0, now.micro_batch], rows)
-        out, pull_back = jax.vjp(lambda layers, x: self.stage(layers, frozen, x, *rows), layers, x)
+        added, *rows = jax.tree.map(lambda a: a[0, now.micro_batch], rows)
+
+        def run(layers: Tree, x: jax.Array, added: Tree) -> tuple[jax.Array, Tree]:
+            return self.stage(layers, frozen, x, added, *rows)
+
+        out, pull_back = jax.vjp(run, layers, x, added)
         leaves, structure = jax.tree.flatten(pull_back)
-        known = {id(a) for a in jax.tree.leaves((layers, frozen, rows))}
+        known = {id(a) for a in jax.tree.leaves((layers, frozen, added, rows))}
         is_kept = [isinstance(a, Tracer) and id(a) not in known for a in leaves]
 
         def restore(kept: list[jax.Array]) -> Callable:

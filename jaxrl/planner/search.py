@@ -234,8 +234,11 @@ def meshes(job: Job) -> Iterator[dict[str, int]]:
     row, rules = max(cfg.learner.row_lens), training_rules(cfg)
     divisors = [size for size in range(1, n + 1) if n % size == 0]
     stages = [size for size in divisors if decoder.n_periods % size == 0 and row % size == 0]
-    if cfg.model.layers == "list" or decoder.tower is not None:
+    if cfg.model.layers == "list":
         stages = [1]
+    if job.tower is not None:  # the first stage has all layers with deepstack features
+        n_deep = len(job.tower.deepstack)
+        stages = [size for size in stages if size == 1 or n_deep <= decoder.L // size]
     axes = divisors, divisors, divisors, divisors, stages
     for tensor, sequence, expert, replica, stage in itertools.product(*axes):
         inner, outer = tensor * sequence * expert * replica * stage, replica * stage

@@ -22,7 +22,8 @@ def tower_bytes(
     Without training it has weights only. Else the sizes of `policy` hold for it too: bytes of the
     optimizer state and of summed gradients for each parameter that is trained. The reference has
     another copy. A micro-batch may show images at all of its tokens, whose blocks are recomputed,
-    or at a quarter of them, with the policy of the decoder (`Decoder.encode_images`).
+    or at a quarter of them, with the policy of the decoder (`Decoder.encode_images`). The stages of
+    a pipeline share the patches, and each has the whole tower.
     """
     shards = policy.fsdp * policy.tensor
     weights = policy.item_bytes * count_params(tower_specs(tower)) / shards
@@ -38,7 +39,8 @@ def tower_bytes(
         state += n_trained * policy.optimizer_bytes / policy.trained
     if "gradients" not in settings.offload:
         sums = n_trained * policy.gradient_bytes / policy.trained
-    n_patches, size = int(policy.local_tokens) * tower.merge**2, policy.item_bytes
+    n_patches = int(policy.local_tokens / policy.stage) * tower.merge**2
+    size = policy.item_bytes
     most = tower_activation_bytes(tower, n_patches, size)
     few = tower_activation_bytes(tower, n_patches // 4, size)
     kept = {"full": 0, "offload": 0, "attention": 1, "mlp": 1}

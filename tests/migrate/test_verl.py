@@ -355,12 +355,13 @@ def test_images_are_read_from_the_column_that_the_run_names():
     assert found.config["model.freeze_vision"] == "none" and not notes(found, DIFFERS)
     for name, value, reason in (
         ("actor_rollout_ref.model.lora_rank", 8, "no names of it"),
-        (ACTOR + "megatron.pipeline_model_parallel_size", 2, "stages of a pipeline"),
         ("algorithm.adv_estimator", "gae", "a separate critic"),
     ):
         other = migrate(grpo | {"data.image_key": "images", name: value})
         assert reason in notes(other, DIFFERS)[tower]
         assert "model.freeze_vision" not in other.config
+    staged = {"data.image_key": "images", ACTOR + "megatron.pipeline_model_parallel_size": 2}
+    assert migrate(grpo | staged).config["model.freeze_vision"] == "none"
     frozen = migrate(NEEDED | {"data.image_key": "images", tower: True})
     assert "data.columns" not in frozen.config and not notes(frozen, DIFFERS)
     assert "model.freeze_vision" not in frozen.config

@@ -14,13 +14,15 @@ L, D, T = 8, 4, 8
 RANKS = 2
 
 
-def stage(layers, scales, x, ids):
-    """x + tanh(scale (x w + id)), layer by layer; the sum per layer is that of the squares."""
+def stage(layers, scales, x, added, ids):
+    """x + tanh(scale (x w + id + a)), layer by layer; the sum per layer is that of the squares."""
+
+    more = ids[..., None] if added is None else ids[..., None] + added
 
     @jax.checkpoint
     def layer(x, layer):
         w, scale = layer
-        y = jnp.tanh(scale * (x @ w + ids[..., None]))
+        y = jnp.tanh(scale * (x @ w + more))
         return x + y, jnp.sum(y * y, axis=(0, 1, 2))
 
     return jax.lax.scan(layer, x, (layers, scales))
@@ -40,6 +42,7 @@ def inputs(n_micro: int):
         scales=draw(L).astype(np.float32),
         top=draw(D).astype(np.float32),
         x=draw((rows, T, D)).astype(np.float32),
+        added=draw((rows, T, D)).astype(np.float32),
         ids=draw((rows, T)).astype(np.float32),
         mask=(draw((rows, T)) > 0).astype(np.float32),
         load_gradient=draw(L).astype(np.float32),
@@ -48,17 +51,18 @@ def inputs(n_micro: int):
 
 @jax.jit
 def without_stages(a):
-    """(gradients of layers, top and x; sums; load) on one device."""
+    """(gradients of layers, top, x and what is added; sums; load) on one device."""
 
-    def total(layers, top, x):
-        hidden, load = stage(layers, a["scales"], x, a["ids"])
+    def total(layers, top, x, added):
+        hidden, load = stage(layers, a["scales"], x, added, a["ids"])
         loss, sums = objective(top, hidden, a["mask"])
         return loss + load @ a["load_gradient"], (sums, load)
 
-    run = jax.grad(total, argnums=(0, 1, 2), has_aux=True)
-    grads, (sums, load) = run(a["layers"], a["top"], a["x"])
-    layers, top, x = grads
-    return layers, top, x.reshape(RANKS, -1, T, D).swapaxes(0, 1), sums, load
+    run = jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True)
+    grads, (sums, load) = run(a["layers"], a["top"], a["x"], a["added"])
+    layers, top, *of_rows = grads
+    x, added = (g.reshape(RANKS, -1, T, D).swapaxes(0, 1) for g in of_rows)
+    return layers, top, x, added, sums, load
 
 
 @functools.partial(
@@ -80,13 +84,14 @@ def with_stages(a):
         a["scales"],
         a["top"],
         by_micro_batch(a["x"]),
+        jax.tree.map(by_micro_batch, a["added"]),
         (a["ids"],),
         a["mask"],
         zero_sums=jnp.zeros(2),
         load_gradient=a["load_gradient"],
         rules=PIPELINE,
     )
-    return found.layers, found.top, found.x, found.sums, found.load
+    return found.layers, found.top, found.x, found.added, found.sums, found.load
 
 
 def assert_gradients(n_stages: int, n_micro: int):
@@ -115,7 +120,9 @@ def test_activations_do_not_grow_with_the_number_of_micro_batches():
     temporaries = []
     for n_micro in (8, 40):
         with jax.set_mesh(make_mesh(None, stage=2, fsdp=RANKS)):
-            memory = with_stages.lower(inputs(n_micro)).compile().memory_analysis()
+            memory = (
+                with_stages.lower(inputs(n_micro) | dict(added=None)).compile().memory_analysis()
+            )
         assert memory is not None
         temporaries.append(memory.temp_size_in_bytes)
     of_micro_batch = T * D * 4  # one array, per device

@@ -1,6 +1,7 @@
 """The search ranks candidates by formulas; compiled plans decide (jaxrl/planner/search.py)."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,9 @@ from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
 from jaxrl.config.command_line import override
 from jaxrl.config.resolve import default_config
+from jaxrl.models.vision.towers import with_trained_tower
 from jaxrl.planner.chips import CHIPS
+from jaxrl.planner.model_shape import tower_shape
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.planner.report import search_text
@@ -29,6 +32,7 @@ from tests.models.resized import resized
 from tests.planner.tiny_job import GIB, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
 
+ROOT = Path(__file__).parents[2]
 TIGHT = 2_354_000  # bytes
 
 
@@ -71,8 +75,9 @@ def test_meshes_depend_on_model_row_length_and_network():
     )
     nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
 
-    def sizes(cfg, model, where, axis) -> set[int]:
-        return {mesh[axis] for mesh in meshes(job(cfg, model, where))}
+    def sizes(cfg, model, where, axis, tower=None) -> set[int]:
+        planned = dataclasses.replace(job(cfg, model, where), tower=tower)
+        return {mesh[axis] for mesh in meshes(planned)}
 
     assert sizes(cfg, TINY, machine(), "expert") == {1}
     assert sizes(cfg, experts, machine(), "expert") == {1, 2, 4, 8}
@@ -87,6 +92,11 @@ def test_meshes_depend_on_model_row_length_and_network():
     assert sizes(cfg, TINY, nodes, "stage") == {1, 2}
     assert sizes(cfg, resized(TINY, L=3), nodes, "stage") == {1}
     assert sizes(run(model__layers="list"), TINY, nodes, "stage") == {1}
+    tower = tower_shape(str(ROOT / "tests/models/vision/golden/qwen3_vl"))
+    assert tower is not None and len(tower.deepstack) == 2  # in the first stage
+    assert sizes(cfg, TINY, nodes, "stage", tower) == {1}
+    trained = with_trained_tower(resized(TINY, L=4), tower, "none")
+    assert sizes(cfg, trained, nodes, "stage", tower) == {1, 2}
 
 
 @pytest.mark.thorough

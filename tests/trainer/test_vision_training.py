@@ -158,16 +158,28 @@ def test_a_run_starts_from_the_adapters_of_a_tower_and_they_are_merged(config, v
 
 
 @pytest.mark.thorough
-def test_rows_and_meshes_give_the_same_steps(supervised, tmp_path):
-    losses = []
-    for i, (budget, sizes) in enumerate([(256, {}), (128, {}), (128, {"fsdp": 2})]):
-        supervised.run_dir = str(tmp_path / str(i))
-        supervised.learner.token_budget = budget
-        supervised.mesh.update(sizes)
-        assert sft.train(resolve(supervised))
-        names = ("loss/nll", "optim/vision_grad_norm", "val/nll")
-        losses.append([x for name in names for x in values(supervised.run_dir, name)])
+def test_rows_and_meshes_give_the_same_steps(supervised):
+    layouts = [(256, {}), (128, {}), (128, {"fsdp": 2})]
+    losses = [losses_with(supervised, *layout) for layout in layouts]
     np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_pipeline_gives_the_steps_of_one_device(supervised):
+    supervised.learner.remat = "full"
+    want = losses_with(supervised, 256, {})
+    supervised.learner.pipeline_schedule = "1f1b"
+    np.testing.assert_allclose(losses_with(supervised, 256, {"stage": 2}), want, rtol=1e-4)
+
+
+def losses_with(config, budget, sizes):
+    """Losses and norms of a run with this token budget and mesh."""
+    config.run_dir += "x"
+    config.learner.token_budget = budget
+    config.mesh.update(sizes)
+    assert sft.train(resolve(config))
+    names = ("loss/nll", "optim/vision_grad_norm", "val/nll")
+    return [x for name in names for x in values(config.run_dir, name)]
 
 
 @pytest.mark.thorough
@@ -189,7 +201,6 @@ def test_a_resumed_run_continues_with_the_tower_of_its_checkpoint(config, tmp_pa
     [
         ({"data.images": False}, "trains on images, and data.images=False"),
         ({"schedule.mode": "partial"}, "schedule.mode='partial': its unfinished responses"),
-        ({"mesh.stage": 2}, "mesh.stage=2: the stages of a pipeline have no tower"),
         ({"algorithm.kl_coef": 0.1, "algorithm.kl": "full"}, "would run a second tower"),
         ({"algorithm.advantage": "gae"}, "critic.shared=False: a separate critic has no tower"),
         ({"learner.offload": ("policy",)}, "leave out 'policy'"),

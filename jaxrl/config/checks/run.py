@@ -120,10 +120,6 @@ def _vision_errors(run: RunConfig) -> list[str]:
             run.schedule.mode != "sync",
             "its unfinished responses have the features of an older tower; set 'sync'",
         ),
-        f"mesh.stage={run.mesh.stage}": (
-            run.mesh.stage != 1,
-            "the stages of a pipeline have no tower; set 1",
-        ),
         f"algorithm.kl={algorithm.kl!r}": (
             exact,
             "the loss would run a second tower; set a KL of sampled tokens, such as 'k3'",

@@ -3,6 +3,7 @@
 On the files of scripts/make_golden_tower_gradients.py.
 """
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -11,21 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.config.keys import LoRAConfig
 from jaxrl.data.images.mrope import mrope_positions
 from jaxrl.data.packing import pack
 from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.image_patches import TowerInputs
+from jaxrl.learner.loss import loss_gradients, policy_objective
 from jaxrl.learner.step import put_batch
+from jaxrl.learner.xla import compiler_options
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.hf_load import model_config
-from jaxrl.models.lora import combine, split
+from jaxrl.models.lora import combine, split, with_adapters
 from jaxrl.models.packed import forward_routed
 from jaxrl.models.spec import is_spec
 from jaxrl.models.vision.files import load_whole
 from jaxrl.models.vision.towers import known_tower, with_trained_tower
 from jaxrl.types import Batch, ImageInput, PlacedImage, TrainingSample, Tree
 from sharding import TRAIN, Rules, make_mesh
-from sharding.rules import RING, TENSOR
+from sharding.rules import PIPELINE, RING, TENSOR, ULYSSES
+from tests.learner.tiny_policy import QUICK_COMPILE, host_params, put_params, run_config
+from tests.marks import graded
+from tests.models.resized import resized
 
 FOLDER = Path(__file__).parent / "golden_gradients"
 FAMILIES = sorted(path.name for path in FOLDER.iterdir())
@@ -174,3 +181,103 @@ def test_rows_remat_and_meshes_change_no_gradient(name, options, sizes):
         pytest.skip("its decoder has one head")
     loss, grads = found(name, **options, **sizes)
     check_golden(name, loss, grads, parts(name))
+
+
+ADAPTERS = LoRAConfig(rank=2, alpha=0.5, target_modules=("q_proj", "embed_tokens", r"visual\..*"))
+
+
+def staged(
+    name: str,
+    schedule: str,
+    shape: tuple[int, int],
+    lora: LoRAConfig,
+    rules: Rules = TRAIN,
+    **sizes: int,
+):
+    """(sum of the loss, gradients by path) of a policy with a tower, on a mesh.
+
+    The decoder has four layers: the first of two stages has all those with deepstack features.
+    """
+    tower, cfg = known_tower(FOLDER / name), model_config(FOLDER / name)
+    decoder = with_trained_tower(resized(cfg, L=4, stacked=True), tower, "none")
+    decoder = with_adapters(lora, decoder)
+    learner = dict(remat="full", pipeline_schedule=schedule)
+    config = run_config(learner, old_logp="rollout")
+    # Biases and factors of adapters are zero at the start.
+    draw = np.random.default_rng(0).standard_normal
+    host = jax.tree.map(
+        lambda a: a + 0.1 * draw(a.shape).astype(a.dtype), host_params(decoder, 0, "float32")
+    )
+
+    @functools.partial(jax.jit, compiler_options=compiler_options(QUICK_COMPILE, "cpu"))
+    def run(params: Decoder, batch: Batch):
+        return loss_gradients(policy_objective, params, None, batch, cfg=config, rules=rules)
+
+    with jax.set_mesh(make_mesh(None, **sizes)):
+        params = put_params(host, decoder, rules)
+        encoder = TowerInputs(
+            ImageEncoder(FOLDER / name, tower, decoder, rules, np.dtype(np.float32))
+        )
+        loss, total = 0.0, None
+        ranks = rules.n_shards("batch")
+        for micro in pack(scored(name), shapes=(shape,), align=8, n_ranks=ranks):
+            batch = put_batch(micro.batch, rules, encoder=encoder)
+            grads, sums = jax.device_get(run(params, batch))
+            loss, total = loss + sums.losses["loss/total"], add(total, grads)
+        return loss, {jax.tree_util.keystr(p): g for p, g in jax.tree.leaves_with_path(total)}
+
+
+def scored(name: str) -> list[TrainingSample]:
+    """The samples with logprobs and advantages."""
+    found = []
+    for i, one in enumerate(samples(name) + samples(name)[:2]):
+        n = len(one.tokens)
+        logp, advantages = np.full(n, -3.0, np.float32), np.full(n, 1.0 - i / 3, np.float32)
+        changes = dict(rollout_logp=logp, advantages=advantages, prompt_id=i)
+        found.append(dataclasses.replace(one, **changes))
+    return found
+
+
+@functools.cache
+def on_one_device(name: str, lora: LoRAConfig):
+    return staged(name, "gpipe", (1, 240), lora)
+
+
+NONE = LoRAConfig()
+FSDP, DEVICES = dict(stage=2, fsdp=2), (PIPELINE, dict(stage=2))
+ULYSSES_STAGES = (ULYSSES.with_stages(), dict(stage=2, sequence=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "lora", "shape", "rules", "sizes"),
+    graded(
+        [
+            ("qwen3_vl", "gpipe", NONE, (2, 48), *DEVICES),
+            ("qwen3_vl", "1f1b", NONE, (2, 48), *DEVICES),
+            ("qwen3_vl", "gpipe", ADAPTERS, (1, 48), PIPELINE, FSDP),
+            ("qwen3_vl", "1f1b", ADAPTERS, (1, 48), PIPELINE, FSDP),
+            ("qwen3_vl", "1f1b", NONE, (2, 48), *ULYSSES_STAGES),
+            ("qwen3_vl", "1f1b", NONE, (2, 48), TENSOR.with_stages(), dict(stage=2, tensor=2)),
+            ("qwen3_vl", "1f1b", NONE, (2, 48), RING.with_stages(), dict(stage=2, sequence=2)),
+            ("qwen2_5_vl", "1f1b", NONE, (2, 48), PIPELINE, FSDP),
+            ("qwen2_5_vl", "gpipe", NONE, (2, 48), PIPELINE, FSDP),
+        ],
+        thorough=[
+            ("qwen3_vl", "gpipe", NONE, (2, 48), *DEVICES),
+            ("qwen3_vl", "1f1b", NONE, (2, 48), *DEVICES),
+            ("qwen3_vl", "1f1b", ADAPTERS, (1, 48), PIPELINE, FSDP),
+            ("qwen2_5_vl", "1f1b", NONE, (2, 48), PIPELINE, FSDP),
+        ],
+    ),
+)
+def test_pipelines_give_the_gradients_of_one_device(name, schedule, lora, shape, rules, sizes):
+    """In several micro-batches: of the tower, the projector, the embedding and the layers."""
+    want_loss, want = on_one_device(name, lora)
+    loss, found = staged(name, schedule, shape, lora, rules, **sizes)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-5)
+    assert found.keys() == want.keys()
+    assert any("tower" in path for path in want)
+    for path, g in found.items():
+        bound = 2e-5 * np.abs(want[path]).max()
+        np.testing.assert_allclose(g, want[path], rtol=2e-5, atol=bound, err_msg=path)
+        assert np.abs(want[path]).max() > 0, path
