@@ -80,14 +80,20 @@ def make_service(
 ) -> Service:
     metrics, layout = ServerMetrics(), model.layout
     engine = ServingThread(
-        model.engine, model.params, model.mesh, metrics, max_tasks=2 * options.max_waiting
+        model.engine,
+        model.params,
+        model.mesh,
+        metrics,
+        max_tasks=2 * options.max_waiting,
+        encoders=[*model.encoders] * (1 + options.slots),  # no adapter changes the tower
     )
     base = without_adapters(model.params)
     lora = None if options.full else room_for(base.cfg, options.max_rank)
     room = AdapterRoom(base.cfg, lora, layout.rules)
     with jax.set_mesh(model.mesh):
         n_ranks = layout.rules.n_shards("batch")
-    trainer = Trainer(run, base, room, n_ranks, layout.dtype)
+    encoder = next(iter(model.encoders), None)
+    trainer = Trainer(run, base, room, n_ranks, layout.dtype, encoder)
     models = TrainedModels(
         store,
         engine,

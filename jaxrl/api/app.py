@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jaxrl.api.fields import SampleRequest
 from jaxrl.api.service import Service
 from jaxrl.api.store import FAILED, PENDING
 from jaxrl.http.body import SMALL_BYTES, BodyReader
@@ -55,7 +56,6 @@ class ApiApp:
 
         answers: dict[str, Answer] = {
             "optim_step": service.optim_step,
-            "asample": service.sample,
             "client/config": lambda client, body: CLIENT_CONFIG,
             "client/dynamic_config": lambda client, body: DYNAMIC_CONFIG,
             "telemetry": lambda client, body: {"status": "accepted"},
@@ -87,6 +87,7 @@ class ApiApp:
                 # The first ones are those of every step: routes are tried in this order.
                 Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"]),
                 Route("/api/v1/forward_backward", self.forward_backward, methods=["POST"]),
+                Route("/api/v1/asample", self.sample, methods=["POST"]),
                 *(
                     Route(f"/api/v1/{n}", self.post(f), methods=["POST"])
                     for n, f in answers.items()
@@ -141,6 +142,19 @@ class ApiApp:
         async with self.bodies.read(request) as raw:
             call = await parsed(raw, self.service.parse_training)
         found = self.service.forward_backward(client, call)
+        await self.service.commits.wait()
+        return JSONResponse(found)
+
+    async def sample(self, request: Request) -> Response:
+        client = self.client(request)
+
+        def parse(raw: bytes) -> tuple[Mapping[str, Any], SampleRequest]:
+            body = read_object(raw, max_values=MAX_VALUES)
+            return body, self.service.parse_sample(body)
+
+        async with self.bodies.read(request) as raw:
+            call = await parsed(raw, parse)
+        found = self.service.sample(client, *call)
         await self.service.commits.wait()
         return JSONResponse(found)
 

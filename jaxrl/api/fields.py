@@ -1,5 +1,6 @@
 """Fields of the JSON bodies of the API, by the types of the package `tinker` 0.38."""
 
+import base64
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
@@ -8,12 +9,16 @@ from typing import Any
 import numpy as np
 
 from jaxrl.api.adapters import PARTS, AdapterChoice
+from jaxrl.api.images import Chunk, ImageChunk, place_chunks
 from jaxrl.api.lanes import AdamParams
 from jaxrl.config.keys.rollout import SamplingConfig
+from jaxrl.data.images.placed import PlacedTokens
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.engine.device.adjustments import N_TOP
 from jaxrl.http.errors import RequestError
 from jaxrl.http.fields import unknown_field
 from jaxrl.http.openai import read_stop
+from jaxrl.types import PlacedImage
 
 SAMPLE_FIELDS = {  # of a sample request; values that change nothing are allowed for the others
     "num_samples",
@@ -46,6 +51,7 @@ class SampleRequest:
     n_scored: int  # last tokens of the prompt that are scored
     n_top: int  # most likely tokens per sampled token
     n_top_prompt: int  # per token of the prompt
+    images: tuple[PlacedImage, ...] = ()
 
 
 def check_names(body: Mapping[str, Any], known: Collection[str]) -> None:
@@ -133,16 +139,35 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
     return params
 
 
-def prompt_tokens(body: Mapping[str, Any], n_vocab: int) -> np.ndarray:
-    """int32 tokens of a ModelInput. Raises RequestError (400) for other input than tokens."""
-    tokens: list[Any] = []
-    for chunk in mapping(body, "prompt").get("chunks") or []:
-        if not isinstance(chunk, Mapping) or chunk.get("type") != "encoded_text":
-            message = "only tokens are supported as a prompt; leave out images and audio"
-            raise RequestError(400, message, param="prompt")
-        tokens += chunk.get("tokens") or []
-    if not tokens:
+def prompt_tokens(
+    body: Mapping[str, Any], n_vocab: int, reader: ImageReader | None
+) -> PlacedTokens:
+    """The tokens of a ModelInput, with its images. Raises RequestError (400) for other input."""
+    chunks = mapping(body, "prompt").get("chunks") or []
+    found = [_chunk(chunk, n_vocab) for chunk in chunks]
+    placed = place_chunks(found, reader, "the prompt", "prompt")
+    if not len(placed):
         raise RequestError(400, "the prompt has no tokens", param="prompt")
+    return placed
+
+
+def _chunk(chunk: Any, n_vocab: int) -> Chunk:
+    """A chunk of a prompt, by its type."""
+    kind = chunk.get("type") if isinstance(chunk, Mapping) else None
+    if kind == "image":
+        check_names(chunk, ("type", "data", "format", "expected_tokens"))
+        expected = chunk.get("expected_tokens")
+        n = None if expected is None else integer(chunk, "expected_tokens")
+        try:
+            data = base64.b64decode(text(chunk, "data"), validate=True)
+        except ValueError as error:
+            raise RequestError(400, "the data of an image is no base64", param="prompt") from error
+        return ImageChunk(data, text(chunk, "format"), n)
+    if kind != "encoded_text":
+        advice = "send the image as an ImageChunk" if kind == POINTER else "leave out the others"
+        message = f"a chunk of the type {kind!r} is not supported, only tokens and images; {advice}"
+        raise RequestError(400, message, param="prompt")
+    tokens = chunk.get("tokens") or []
     if not all(isinstance(token, int) and 0 <= token < n_vocab for token in tokens):
         message = f"a token of the prompt is not within 0 to {n_vocab - 1}"
         raise RequestError(400, message, param="prompt")
@@ -150,14 +175,20 @@ def prompt_tokens(body: Mapping[str, Any], n_vocab: int) -> np.ndarray:
 
 
 def sample_request(
-    body: Mapping[str, Any], *, n_vocab: int, max_len: int, max_samples: int
+    body: Mapping[str, Any],
+    *,
+    n_vocab: int,
+    max_len: int,
+    max_samples: int,
+    reader: ImageReader | None = None,
 ) -> SampleRequest:
-    """Raises RequestError (400) for what is invalid or not supported."""
+    """`reader` reads images. Raises RequestError (400) for what is invalid or not supported."""
     check_names(body, SAMPLE_FIELDS | UNSUPPORTED)
     for name in UNSUPPORTED:
         if body.get(name):
             raise RequestError(400, f"{name} is not supported; leave it out", param=name)
-    tokens = prompt_tokens(body, n_vocab)
+    prompt = prompt_tokens(body, n_vocab, reader)
+    tokens = prompt.tokens
     room = max_len - len(tokens)
     params = mapping(body, "sampling_params")
     check_names(params, ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p"))
@@ -176,6 +207,14 @@ def sample_request(
     for name, top in tops.items():
         if top > N_TOP:
             raise RequestError(400, f"{name}={top} is above {N_TOP}", param=name)
+    scores_prompt = flag(body, "prompt_logprobs", False)
+    if prompt.images and (scores_prompt or tops[TOP_PROMPT]):
+        raise RequestError(
+            400,
+            "logprobs of a prompt with images are not supported; call forward of a training client "
+            "with cross_entropy",
+            param="prompt_logprobs",
+        )
     sampling, ignore_stop = _sampling(params)
     n_scored = integer(body, "prompt_logprobs_last_n", len(tokens))
     return SampleRequest(
@@ -185,14 +224,16 @@ def sample_request(
         sampling,
         None if params.get("seed") is None else integer(params, "seed"),
         ignore_stop,
-        flag(body, "prompt_logprobs", False),
+        scores_prompt,
         n_scored,
         tops["topk_sample_logprobs"],
         tops[TOP_PROMPT],
+        prompt.images,
     )
 
 
 TOP_PROMPT = "topk_prompt_logprobs"
+POINTER = "image_asset_pointer"
 
 
 def _sampling(params: Mapping[str, Any]) -> tuple[SamplingConfig, bool]:

@@ -15,9 +15,10 @@ import numpy as np
 from jaxrl.api.losses import ChosenLoss
 from jaxrl.api.messages import training_output
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.image_places import TEXT, PackedImages
 from jaxrl.data.packing import Packed, gather, pack
 from jaxrl.models.config import DecoderConfig
-from jaxrl.types import TrainingSample
+from jaxrl.types import Batch, TrainingSample
 
 MAX_STEPS = 8  # optimizer steps of one dispatch; each power of two has a separate program
 
@@ -35,9 +36,10 @@ class TrainingCall:
     error: Exception | None = None
 
     @property
-    def kind(self) -> tuple[int, bool]:
-        """Calls of the same kind may share a dispatch."""
-        return self.lanes[0].batch.tokens.shape[1], self.forward_only
+    def kind(self) -> tuple[int, bool, bool]:
+        """Calls of the same kind may share a dispatch: (tokens of a lane, no gradient, images)."""
+        batch = self.lanes[0].batch
+        return batch.tokens.shape[1], self.forward_only, batch.images is not None
 
     @property
     def n_left(self) -> int:
@@ -72,7 +74,7 @@ class OptimizerCall:
     params: AdamParams
     metrics: dict[str, float] | None = None
     error: Exception | None = None
-    kind = 0, False
+    kind = 0, False, False
 
     @property
     def n_left(self) -> int:
@@ -97,6 +99,8 @@ def pack_lanes(
 ) -> list[Packed]:
     """The lanes of a call: those with the fewest tokens, and of equal ones the longest rows.
 
+    All of them have places of images if one has.
+
     Raises ValueError if a sequence is longer than the longest row.
     """
     learner = cfg.learner
@@ -106,7 +110,16 @@ def pack_lanes(
     enough = [row_len for row_len in row_lens if row_len >= max(sizes)] or row_lens[:1]
     row_len = min(enough, key=lambda n: -(-sum(sizes) // (n * n_ranks)) * n)
     packed = pack(samples, shapes=((1, row_len),), align=learner.segment_align, n_ranks=n_ranks)
-    return [_with_targets(micro, targets) for micro in packed]
+    packed = [_with_targets(micro, targets) for micro in packed]
+    if all(micro.batch.images is None for micro in packed):
+        return packed
+    return [dataclasses.replace(m, batch=with_places(m.batch)) for m in packed]
+
+
+def with_places(batch: Batch) -> Batch:
+    """The batch with the places of its images; without any, all of its tokens are text."""
+    places = PackedImages(np.full(batch.tokens.shape, TEXT, np.int32), ())
+    return dataclasses.replace(batch, images=batch.images or places)
 
 
 def _with_targets(micro: Packed, targets: Sequence[np.ndarray]) -> Packed:

@@ -25,8 +25,11 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from jaxrl.algorithms.losses.policy_loss import cispo, dro, gspo_token, policy_gradient, ppo_clip
+from jaxrl.api.images import place_chunks
 from jaxrl.api.messages import Datum
 from jaxrl.config.schema import nearest
+from jaxrl.data.images.placed import PlacedTokens
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.http.errors import RequestError
 from jaxrl.types import Batch, TrainingSample
 
@@ -166,23 +169,35 @@ def read_loss(name: str, given: Mapping[str, float]) -> ChosenLoss:
 
 
 def read_samples(
-    name: str, data: Sequence[Datum], *, n_vocab: int, max_len: int
+    name: str,
+    data: Sequence[Datum],
+    *,
+    n_vocab: int,
+    max_len: int,
+    reader: ImageReader | None = None,
 ) -> list[TrainingSample]:
     """The data of a call as sequences to pack.
 
     The target of each token is one of the fields of the loss, not necessarily the next token:
-    `with_targets` puts them into the packed batch. Raises RequestError (400) for wrong tensors.
+    `with_targets` puts them into the packed batch. `reader` reads images. Raises RequestError (400)
+    for wrong tensors, and for images that cannot be used.
     """
     if not data:
         raise RequestError(400, "data is empty; send at least one datum", param="data")
     loss = find_loss(name)
-    return [_sample(i, datum, name, loss, n_vocab, max_len) for i, datum in enumerate(data)]
+    inputs = [
+        place_chunks(datum.chunks, reader, f"datum {i}", "data") for i, datum in enumerate(data)
+    ]
+    return [
+        _sample(i, *pair, name, loss, n_vocab, max_len)
+        for i, pair in enumerate(zip(data, inputs, strict=True))
+    ]
 
 
 def _sample(
-    i: int, datum: Datum, name: str, loss: Loss, n_vocab: int, max_len: int
+    i: int, datum: Datum, given: PlacedTokens, name: str, loss: Loss, n_vocab: int, max_len: int
 ) -> TrainingSample:
-    n = len(datum.tokens)
+    n = len(given)
     if not 0 < n <= max_len:
         raise _wrong(i, f"{n} tokens; send 1 to {max_len}")
     wanted = ("target_tokens", *loss.tensors)
@@ -194,18 +209,20 @@ def _sample(
         for tensor in wanted
     }
     targets = values["target_tokens"]
-    for what, tokens in (("model_input", datum.tokens), ("target_tokens", targets)):
+    for what, tokens in (("model_input", given.tokens), ("target_tokens", targets)):
         if tokens.min() < 0 or tokens.max() >= n_vocab:
             raise _wrong(i, f"a token outside of 0 to {n_vocab - 1} in {what}")
     weights = values["weights"] if name == "cross_entropy" else values["advantages"]
     ratio_mask = values.get("sequence_ratio_mask")
     return TrainingSample(
-        prompt_tokens=datum.tokens[:1],
-        tokens=np.append(datum.tokens[1:], targets[-1]).astype(np.int32),
+        prompt_tokens=given.tokens[:1],
+        tokens=np.append(given.tokens[1:], targets[-1]).astype(np.int32),
         loss_mask=np.ones(n, bool),
         rollout_logp=values.get("logprobs"),
         advantages=weights,
         selected=None if ratio_mask is None else ratio_mask != 0,
+        images=given.images,
+        axis_positions=given.axis_positions,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxrl.api.images import Chunk, ImageChunk
 from jaxrl.api.wire import (
     FieldValue,
     as_bytes,
@@ -31,7 +32,7 @@ NO_LOGPROB = -99999.0  # of places without top logprobs; their token is 0
 class Datum:
     """One sequence with the tensors of its loss, each with one value per token."""
 
-    tokens: np.ndarray  # int32 [T]
+    chunks: tuple[Chunk, ...]
     tensors: Mapping[str, np.ndarray]  # by name, as sent
 
 
@@ -87,26 +88,36 @@ def _option(name: str, raw: bytes) -> float:
 
 
 def _datum(raw: bytes) -> Datum:
-    tokens, tensors = [], {}
+    chunks, tensors = [], {}
     for number, value in read_fields(raw):
         if number == 1:
-            tokens.append(_chunk(as_bytes(value)))
+            chunks.append(_chunk(as_bytes(value)))
         elif number == 2:
             name, tensor = _entry(value)
             tensors[name] = _tensor(name, tensor)
         elif number not in (3, 4):  # the origin of tokens, which no loss here reads
             raise ValueError(f"field {number} of a datum is unknown")
-    return Datum(np.concatenate(tokens or [np.zeros(0, np.int32)]), tensors)
+    return Datum(tuple(chunks), tensors)
 
 
-def _chunk(raw: bytes) -> np.ndarray:
+def _chunk(raw: bytes) -> Chunk:
     [(kind, value)] = read_fields(raw)
+    if kind == 2:
+        return _image(as_bytes(value))
     if kind != 1:
-        raise RequestError(
-            400, "only tokens are supported as model input; leave out images and audio"
-        )
+        raise RequestError(400, "model input is tokens and images only; leave out audio")
     tokens = dict(read_fields(as_bytes(value))).get(1, b"")
     return np.frombuffer(as_bytes(tokens), np.dtype("<i4")).astype(np.int32)
+
+
+def _image(raw: bytes) -> ImageChunk:
+    found = dict(read_fields(raw))
+    if 4 in found:
+        message = "override_dimensions of an image is not supported; send it in that size"
+        raise RequestError(400, message)
+    expected = None if 3 not in found else as_int(found[3])
+    data, name = (as_bytes(found.get(number, b"")) for number in (1, 2))
+    return ImageChunk(data, name.decode(), expected)
 
 
 def _tensor(name: str, raw: bytes) -> np.ndarray:

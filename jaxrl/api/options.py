@@ -107,8 +107,6 @@ def run_errors(run: RunConfig, full: bool) -> list[str]:
         errors.append(
             "--config.mesh.sequence and .stage are not supported by this server; set them to 1"
         )
-    if run.data.images:
-        errors.append("--config.data.images: this server trains and samples text only")
     if run.rollout.sampling.temperature != 1.0:
         errors.append(
             "--config.rollout.sampling.temperature: clients set that of their samples, and losses "

@@ -140,6 +140,7 @@ class Sampler:
             include_usage=False,
             ignore_stop=request.ignore_stop,
             return_token_ids=False,
+            images=request.images,
         )
         return ActiveResponse(
             generation,

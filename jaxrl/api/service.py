@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl.api.adapters import PARTS
 from jaxrl.api.fields import (
+    SampleRequest,
     adam_params,
     adapter_choice,
     flag,
@@ -27,6 +28,7 @@ from jaxrl.api.models import SCHEME, TrainedModels
 from jaxrl.api.queue import QueuedWork, Results, TrainingQueue
 from jaxrl.api.sampling import Sampler
 from jaxrl.api.store import SAMPLE, GroupCommit, RequestResult, Store
+from jaxrl.data.images.reader import ImageReader
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Json
 from jaxrl.serve.compilation import BackgroundCompiler
@@ -180,6 +182,10 @@ class Service:
         }
 
     @property
+    def _reader(self) -> ImageReader | None:
+        return self.sampler_of.model.images
+
+    @property
     def _trains_all(self) -> bool:
         return self.models.files.trainer.trains_all
 
@@ -200,7 +206,7 @@ class Service:
         request, trainer = read_training_request(raw), self.models.files.trainer
         loss = read_loss(request.loss, request.options)
         limits = dict(n_vocab=self.n_vocab, max_len=self.max_len)
-        samples = read_samples(request.loss, request.data, **limits)
+        samples = read_samples(request.loss, request.data, **limits, reader=self._reader)
         targets = [datum.tensors["target_tokens"] for datum in request.data]
         lanes = pack_lanes(samples, targets, trainer.cfg, trainer.n_ranks)
         return request.seq_id, TrainingCall(request.model_id, loss, request.forward_only, lanes)
@@ -292,12 +298,19 @@ class Service:
         self.store.add_sampler(sampler, client, session, str(path or ""))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
-    def sample(self, client: str, body: Mapping[str, Any]) -> Json:
+    def parse_sample(self, body: Mapping[str, Any]) -> SampleRequest:
+        """The request of a body; may be called by any thread."""
+        return sample_request(
+            body,
+            n_vocab=self.n_vocab,
+            max_len=self.max_len,
+            max_samples=self.max_waiting,
+            reader=self._reader,
+        )
+
+    def sample(self, client: str, body: Mapping[str, Any], request: SampleRequest) -> Json:
         sampler = text(body, "sampling_session_id")
         path = self.store.sampler(sampler, client)["path"]
-        request = sample_request(
-            body, n_vocab=self.n_vocab, max_len=self.max_len, max_samples=self.max_waiting
-        )
         if self._n_sampling and self._n_sampling + request.n > self.max_waiting:
             raise RequestError(429, f"{self._n_sampling} sequences are sampled; try again later")
         folder = self.models.sampled_folder(path, client)

@@ -18,11 +18,12 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jaxrl.api.lanes import AdamParams, dispatch_size, max_lanes, step_size
+from jaxrl.api.lanes import AdamParams, dispatch_size, max_lanes, step_size, with_places
 from jaxrl.api.losses import ChosenLoss, per_token_loss
 from jaxrl.api.room import AdapterRoom, Arrays
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import empty_batch
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.learner.loss import logprob_chunk, score_tokens
 from jaxrl.models.config import LoRA
 from jaxrl.models.decoder import Decoder
@@ -72,6 +73,7 @@ class Trainer:
     room: AdapterRoom
     n_ranks: int  # data-parallel
     dtype: DTypeLike  # of activations; adapters are rounded to it in the forward pass
+    encoder: ImageEncoder | None = None  # of the features of images; None: text only
     programs: dict[tuple[int, bool], Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -109,11 +111,15 @@ class Trainer:
         size = dispatch_size(len(lanes), self.max_lanes(row_len), self.base.cfg)
         blank = dataclasses.replace(lanes[0], batch=empty_batch(self.n_ranks, row_len))
         filled = [*lanes, *[blank] * (size - len(lanes))]
+        batches = [lane.batch for lane in filled]
+        if lanes[0].batch.images is not None:
+            assert self.encoder is not None, "images have been read"
+            batches = [self.encoder.on_host(with_places(batch)) for batch in batches]
         arguments = (
             [lane.adapter.weights for lane in filled],
             np.asarray([lane.adapter.scale for lane in filled], np.float32),
             _stacked([lane.loss for lane in filled]),
-            _stacked([lane.batch for lane in filled]),
+            _stacked(batches),
             self.frozen,
         )
         gradients, totals, logps = self._program(row_len, forward_only)(*arguments)

@@ -109,30 +109,46 @@ class ImageEncoder:
         Its positions by axis are those of text where it has none, if the model has them.
         """
         packed = batch.images or PackedImages(np.full(batch.tokens.shape, TEXT, np.int32), ())
-        encoded = self.encode(packed.images)
+        tables = self._tables(packed.images)
         places: np.ndarray = mesh_order(packed.index, rules)
         sharding = NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
 
-        def put_rows(tables: Sequence[np.ndarray], *shape: int) -> jax.Array:
-            """[B, T, *shape]; each device gets the rows of its tokens."""
-            table = np.concatenate([np.zeros((1, *shape), self.dtype), *tables])
+        def put_rows(table: np.ndarray) -> jax.Array:
+            """[B, T, ...]; each device gets the rows of its tokens."""
 
             def rows_at(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None, "every process passes all rows"
                 return table[places[index[:2]] + 1]
 
-            return jax.make_array_from_callback((*places.shape, *shape), sharding, rows_at)
+            shape = *places.shape, *table.shape[1:]
+            return jax.make_array_from_callback(shape, sharding, rows_at)
 
-        n, D = len(self.cfg.deepstack), self.cfg.out_D
-        features = ImageFeatures(
-            rows=put_rows([one.rows for one in encoded], D),
-            is_image=put_batch(packed.index != TEXT, rules),
-            deep=put_rows([one.deep for one in encoded if one.deep is not None], n, D)
-            if n
-            else None,
-        )
+        rows, deep = jax.tree.map(put_rows, tables)
+        features = ImageFeatures(rows, put_batch(packed.index != TEXT, rules), deep)
         axes = self.axis_positions(batch)
         return dataclasses.replace(batch, images=features, axis_positions=axes)
+
+    def on_host(self, batch: Batch) -> Batch:
+        """As `put`, with all arrays on the host; the batch has places of images."""
+        packed: PackedImages = batch.images
+        tables = self._tables(packed.images)
+        rows, deep = jax.tree.map(lambda table: table[packed.index + 1], tables)
+        features = ImageFeatures(rows, packed.index != TEXT, deep)
+        axes = self.axis_positions(batch)
+        return dataclasses.replace(batch, images=features, axis_positions=axes)
+
+    def _tables(self, images: Sequence[ImageInput]) -> tuple[np.ndarray, np.ndarray | None]:
+        """The features [1 + F, D] of all images one after the other, and deep ones [1 + F, n, D].
+
+        The first row is that of text, zeros.
+        """
+        encoded, n, D = self.encode(images), len(self.cfg.deepstack), self.cfg.out_D
+
+        def table(parts: Sequence[np.ndarray], *shape: int) -> np.ndarray:
+            return np.concatenate([np.zeros((1, *shape), self.dtype), *parts])
+
+        deep = [one.deep for one in encoded if one.deep is not None]
+        return table([one.rows for one in encoded], D), table(deep, n, D) if n else None
 
     def abstract(self, n_rows: int, row_len: int, rules: Rules) -> list[ImageFeatures]:
         """The shapes of what `put` adds to a micro-batch on the current mesh; there is one."""

@@ -1,5 +1,6 @@
 """A training server in a thread, and a client that speaks HTTP without the package `tinker`."""
 
+import base64
 import contextlib
 import dataclasses
 from pathlib import Path
@@ -9,6 +10,7 @@ import httpx2 as httpx
 import numpy as np
 
 from jaxrl.api.__main__ import load_model, make_service, server
+from jaxrl.api.images import ImageChunk
 from jaxrl.api.options import read
 from jaxrl.api.store import Store
 from jaxrl.api.wire import as_bytes, bytes_field, number_field, read_double, read_fields
@@ -55,12 +57,11 @@ def loaded(argv):
 
 
 def encoded(model: str, seq_id: int, loss: str, data, *, forward_only=False) -> bytes:
-    """A request of forward_backward; `data` are (tokens, tensors by name)."""
+    """A request of forward_backward; `data` are (tokens or chunks, tensors by name)."""
     parts = bytes_field(1, model) + number_field(2, seq_id) + bytes_field(4, loss)
     parts += number_field(6, int(forward_only))
     for tokens, tensors in data:
-        chunk = bytes_field(1, bytes_field(1, np.asarray(tokens, np.int32).tobytes()))
-        datum = bytes_field(1, chunk)
+        datum = b"".join(bytes_field(1, encoded_chunk(chunk)) for chunk in chunks(tokens))
         for name, values in tensors.items():
             wide = np.asarray(values)
             wide = wide.astype(np.float32 if wide.dtype.kind == "f" else np.int64)
@@ -68,6 +69,29 @@ def encoded(model: str, seq_id: int, loss: str, data, *, forward_only=False) -> 
             datum += bytes_field(2, bytes_field(1, name) + bytes_field(2, tensor))
         parts += bytes_field(3, datum)
     return parts
+
+
+def chunks(tokens) -> list:
+    """A model input as chunks: lists of tokens, and images."""
+    mixed = isinstance(tokens, list) and not all(isinstance(token, int) for token in tokens)
+    return tokens if mixed else [tokens]
+
+
+def encoded_chunk(chunk) -> bytes:
+    if not isinstance(chunk, ImageChunk):
+        return bytes_field(1, bytes_field(1, np.asarray(chunk, np.int32).tobytes()))
+    fields = bytes_field(1, chunk.data) + bytes_field(2, chunk.format)
+    if chunk.expected_tokens is not None:
+        fields += number_field(3, chunk.expected_tokens)
+    return bytes_field(2, fields)
+
+
+def json_chunk(chunk) -> dict:
+    if not isinstance(chunk, ImageChunk):
+        return {"type": "encoded_text", "tokens": list(map(int, chunk))}
+    data = base64.b64encode(chunk.data).decode()
+    fields = {"type": "image", "data": data, "format": chunk.format}
+    return fields | {"expected_tokens": chunk.expected_tokens}
 
 
 @dataclasses.dataclass
@@ -146,9 +170,9 @@ class Client:
         return self.wait(saved).json()["sampling_session_id"]
 
     def sample(self, sampler: str, seq_id: int, tokens, **fields) -> Any:
-        """The future of a sample request."""
+        """The future of a sample request; `tokens` or chunks are the prompt."""
         params = {"max_tokens": 6, "seed": 3} | fields.pop("sampling_params", {})
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+        prompt = {"chunks": list(map(json_chunk, chunks(tokens)))}
         body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt}
         return self.call("asample", body | {"sampling_params": params} | fields)
 

@@ -45,7 +45,7 @@ def expected_gradient(opened) -> tuple[float, float]:
     """(loss, norm of the gradient) of DATA with the base model, without the server's programs."""
     _, run, model = opened
     [(tokens, tensors)] = DATA
-    data = [Datum(np.array(tokens, np.int32), tensors)]
+    data = [Datum((np.array(tokens, np.int32),), tensors)]
     samples = read_samples("cross_entropy", data, n_vocab=272, max_len=128)
     [lane] = pack_lanes(samples, [np.array(TARGETS)], run, n_ranks=1)
 

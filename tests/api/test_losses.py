@@ -80,7 +80,8 @@ def test_a_loss_that_is_not_chosen_adds_nothing_where_it_would_overflow():
 
 def datum(n: int = 3, **tensors) -> Datum:
     tensors = {"target_tokens": np.arange(n)} | tensors
-    return Datum(np.arange(n, dtype=np.int32), {k: v for k, v in tensors.items() if v is not None})
+    chunks = (np.arange(n, dtype=np.int32),)
+    return Datum(chunks, {k: v for k, v in tensors.items() if v is not None})
 
 
 def read(name: str, *data: Datum):

@@ -4,6 +4,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from jaxrl.api.images import ImageChunk
 from jaxrl.api.messages import (
     SampledTokens,
     TopMatrix,
@@ -24,12 +25,19 @@ def test_a_request_is_read_as_the_client_meant_it(name):
     assert (call.model_id, call.seq_id, call.loss) == ("s:train:0", 7, wanted["loss"])
     assert (dict(call.options), call.forward_only) == (wanted["options"], wanted["forward_only"])
     for datum, expected in zip(call.data, wanted["data"], strict=True):
-        assert datum.tokens.tolist() == expected.pop("tokens")
+        assert np.concatenate(datum.chunks).tolist() == expected.pop("tokens")
         assert {name: a.tolist() for name, a in datum.tensors.items()} == expected
 
 
-def image() -> bytes:
-    return bytes_field(3, bytes_field(1, bytes_field(2, b"")))
+def chunk(number: int, fields: bytes = b"") -> bytes:
+    return bytes_field(3, bytes_field(1, bytes_field(number, fields)))
+
+
+def test_an_image_is_read_with_its_number_of_tokens():
+    fields = bytes_field(1, b"pixels") + bytes_field(2, "png")
+    for more, expected in ((b"", None), (number_field(3, 6), 6)):
+        [datum] = read_training_request(chunk(2, fields + more)).data
+        assert datum.chunks == (ImageChunk(b"pixels", "png", expected),)
 
 
 def sparse() -> bytes:
@@ -46,7 +54,8 @@ def text_option() -> bytes:
     [
         (b"\x08", "is no request"),
         (number_field(9, 1), "field 9"),
-        (image(), "leave out images"),
+        (chunk(3), "leave out audio"),
+        (chunk(2, bytes_field(4, b"")), "override_dimensions of an image is not supported"),
         (sparse(), "send a dense one"),
         (text_option(), "must be a number"),
         (bytes_field(3, bytes_field(1, bytes_field(1, bytes_field(1, b"abc")))), "is no request"),

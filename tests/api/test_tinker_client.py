@@ -4,8 +4,11 @@ import os
 import subprocess
 
 import pytest
+from PIL import Image
 
+from scripts.make_tiny_vlm import write_tiny_vlm
 from tests.api.api_cases import arguments, loaded, serving
+from tests.data.images.pictures import encoded
 
 pytestmark = pytest.mark.thorough
 PYTHON = os.environ.get("JAXRL_TINKER_PYTHON", "")
@@ -87,6 +90,39 @@ asyncio.run(main())
 """
 
 
+IMAGES = """
+import sys, numpy as np, tinker
+from tinker import types
+service = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-images")
+model = service.create_lora_training_client(base_model="tiny", rank=4, seed=0).result()
+image = open(sys.argv[2], "rb").read()
+def chunks(n_tokens, *more):
+    return [
+        types.EncodedTextChunk(tokens=[20, 3]),
+        types.ImageChunk(data=image, format="png", expected_tokens=n_tokens),
+        types.EncodedTextChunk(tokens=[5, 30, *more]),
+    ]
+weights = np.array([0.0] * 9 + [1.0] * 3, np.float32)
+inputs = {"target_tokens": np.array([0] * 9 + [40, 41, 42]), "weights": weights}
+datum = types.Datum(types.ModelInput(chunks=chunks(6, 40, 41)), inputs)
+losses = []
+for _ in range(2):
+    found = model.forward_backward([datum], "cross_entropy")
+    model.optim_step(types.AdamParams(learning_rate=0.01)).result()
+    losses.append(found.result().metrics["loss:sum"])
+assert losses[1] < losses[0]
+sampler = model.save_weights_and_get_sampling_client().result()
+params = types.SamplingParams(max_tokens=3, stop=[], seed=1)
+found = sampler.sample(types.ModelInput(chunks=chunks(6)), 2, params).result()
+assert [len(s.tokens) for s in found.sequences] == [3, 3]
+try:
+    sampler.sample(types.ModelInput(chunks=chunks(5)), 1, params).result()
+except tinker.BadRequestError as error:
+    assert "expected_tokens=5" in str(error)
+    print("passed")
+"""
+
+
 @pytest.fixture(scope="module")
 def base(model_folder, tmp_path_factory):
     if not PYTHON:
@@ -97,12 +133,26 @@ def base(model_folder, tmp_path_factory):
 
 @pytest.mark.parametrize("script", [SYNC, ASYNC], ids=["sync", "async"])
 def test_the_client_trains_and_samples(base, script, tmp_path):
+    run(script, base, tmp_path)
+
+
+def test_the_client_trains_and_samples_with_images(tmp_path):
+    if not PYTHON:
+        pytest.skip("set JAXRL_TINKER_PYTHON to a Python with the package tinker")
+    write_tiny_vlm(tmp_path / "model", width=32, n_layers=1)
+    (tmp_path / "image.png").write_bytes(encoded(Image.new("RGB", (24, 16), "red")))
+    options = arguments(tmp_path / "model", tmp_path / "run", "--config.data.images=True")
+    with serving(*loaded(options)) as address:
+        run(IMAGES, address, tmp_path, "image.png")
+
+
+def run(script, address, folder, *more):
     done = subprocess.run(
-        [PYTHON, "-W", "ignore", "-c", script, base],
+        [PYTHON, "-W", "ignore", "-c", script, address, *more],
         capture_output=True,
         text=True,
         timeout=240,
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "passed" in done.stdout
