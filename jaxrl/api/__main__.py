@@ -38,7 +38,11 @@ from jaxrl.api.training import Trainer
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
 from jaxrl.http.listener import require_loopback
+from jaxrl.learner.image_patches import BatchImages, TowerInputs
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import without_adapters
+from jaxrl.models.vision.files import add_tower
+from jaxrl.models.vision.towers import known_tower, with_trained_tower
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
@@ -79,21 +83,26 @@ def make_service(
     options: argparse.Namespace, run: RunConfig, store: Store, model: Model
 ) -> Service:
     metrics, layout = ServerMetrics(), model.layout
+    encoders = [*model.encoders] * (1 + options.slots)  # of the base, and of each place
     engine = ServingThread(
         model.engine,
         model.params,
         model.mesh,
         metrics,
         max_tasks=2 * options.max_waiting,
-        encoders=[*model.encoders] * (1 + options.slots),  # no adapter changes the tower
+        encoders=encoders,
     )
     base = without_adapters(model.params)
+    images: BatchImages | None = encoders[0] if encoders else None
+    if options.train_vision:
+        images = TowerInputs(encoders[0])
+        with jax.set_mesh(model.mesh):
+            base = with_tower(base, model)
     lora = None if options.full else room_for(base.cfg, options.max_rank)
     room = AdapterRoom(base.cfg, lora, layout.rules)
     with jax.set_mesh(model.mesh):
         n_ranks = layout.rules.n_shards("batch")
-    encoder = next(iter(model.encoders), None)
-    trainer = Trainer(run, base, room, n_ranks, layout.dtype, encoder)
+    trainer = Trainer(run, base, room, n_ranks, layout.dtype, images)
     models = TrainedModels(
         store,
         engine,
@@ -109,7 +118,7 @@ def make_service(
         engine,
         metrics,
         ThreadPoolExecutor(WRITERS, "writer"),
-        AdapterSlots(options.slots, loader(model, engine, trains_all=options.full)),
+        AdapterSlots(options.slots, loader(model, engine, encoders, trains_all=options.full)),
         options.timeout_s,
         trains_all=options.full,
     )
@@ -122,6 +131,13 @@ def make_service(
         max_waiting=options.max_waiting,
         max_queued=options.max_queued,
     )
+
+
+def with_tower(base: Decoder, model: Model) -> Decoder:
+    """The base model with its vision tower, whose layers may have adapters."""
+    rules, dtype = model.layout.rules, model.layout.dtype
+    decoder = with_trained_tower(base.cfg, known_tower(model.folder), "none")
+    return add_tower(base, model.folder, rules, decoder, dtype)
 
 
 def server(service: Service, options: argparse.Namespace) -> HttpServer:

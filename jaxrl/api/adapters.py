@@ -14,12 +14,17 @@ from jaxrl.api.training import TrainedAdapter, Trainer, start_moments
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig, LoRA
-from jaxrl.models.files.adapter import adapter_config, read_adapter, save_adapter
+from jaxrl.models.files.adapter import (
+    adapter_config,
+    read_adapter,
+    save_adapter,
+    with_adapted_tower,
+)
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.layers.mlp import SHARED_GATE
-from jaxrl.models.lora import adapter_name, linear_layers
+from jaxrl.models.lora import adapter_name, linear_layers, tower_layers
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +74,14 @@ class AdapterChoice:
 def targets(decoder: DecoderConfig, switches: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the layers that the switches choose, but for a tied unembedding.
 
+    In a vision tower that is trained, its attention, and its MLPs with those of the projector.
     Raises RequestError (400) if there is none.
     """
     prefixes = tuple(p for switch, of in PARTS.items() if switches[switch] for p in of)
     names = [n for n in linear_layers(decoder) if n.startswith(prefixes) and prefixes]
+    for name in tower_layers(decoder):
+        switch = "train_attn" if "attn." in name else "train_mlp"
+        names += [name] if switches[switch] else []
     names = [n for n in names if not n.endswith(SHARED_GATE)]
     names = [n for n in names if n != UNEMBEDDING or not decoder.tied]
     if not names:
@@ -111,7 +120,9 @@ class AdapterFiles:
 
     def load(self, folder: Path, *, optimizer: bool) -> TrainedAdapter:
         """The adapter of a saved state, with new moments unless `optimizer` is set."""
-        lora = None if self.trainer.trains_all else adapter_config(folder / WEIGHTS)
+        decoder = self.trainer.base.cfg
+        self._check_tower(folder / WEIGHTS)
+        lora = None if self.trainer.trains_all else adapter_config(folder / WEIGHTS, decoder)
         weights = self._read(folder / WEIGHTS, lora)
         moments = start_moments(weights)
         if optimizer:
@@ -122,6 +133,19 @@ class AdapterFiles:
                 nu=self._read(folder / SECOND, lora),
             )
         return TrainedAdapter(lora, weights, moments)
+
+    def _check_tower(self, folder: Path) -> None:
+        """Raises RequestError (400) for adapters of a tower that is frozen here."""
+        decoder = self.trainer.base.cfg
+        if self.trainer.trains_all or decoder.tower is not None:
+            return
+        if with_adapted_tower(folder, decoder, self.source).tower is not None:
+            raise RequestError(
+                400,
+                "this checkpoint has adapters of the vision tower, which is frozen here; start the "
+                "server with --train-vision and --config.data.images=True",
+                param="path",
+            )
 
     def _save(self, folder: Path, adapter: TrainedAdapter, arrays: Arrays) -> None:
         model = self.trainer.room.cut(arrays, self.trainer.single(adapter.lora))

@@ -73,7 +73,7 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     run, errors = build(RunConfig, config.to_dict())
     try:
         options.keys = read_keys(options.keys)
-        raise_errors([*errors, *data_errors(run.data), *run_errors(run, options.full)])
+        raise_errors([*errors, *data_errors(run.data), *run_errors(run, options)])
     except (ValueError, OSError) as error:
         stop(str(error))
     return options, run
@@ -92,9 +92,14 @@ def read_keys(path: str) -> frozenset[str]:
     return keys
 
 
-def run_errors(run: RunConfig, full: bool) -> list[str]:
+def run_errors(run: RunConfig, options: argparse.Namespace) -> list[str]:
     """Errors for keys that clients choose, and for layouts that training here does not have."""
-    errors = []
+    errors, full = [], options.full
+    if options.train_vision and (full or not run.data.images):
+        errors.append(
+            f"--train-vision with --full={full} and --config.data.images={run.data.images}: it "
+            "trains adapters on images; leave out --full, and set --config.data.images=True"
+        )
     dtypes = run.lora.base_dtype, run.rollout.dtype
     if full and dtypes != ("auto", "auto"):
         errors.append(
@@ -134,6 +139,12 @@ def arguments() -> argparse.ArgumentParser:
         "--full",
         action="store_true",
         help="train all weights of the model, for one client at a time, in place of adapters",
+    )
+    add(
+        "--train-vision",
+        action="store_true",
+        help="adapters also change the vision tower and its projector; needs "
+        "--config.data.images=True",
     )
     add_address(parser, 8001)
     add(

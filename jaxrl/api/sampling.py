@@ -5,14 +5,18 @@ import collections
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxrl.api.fields import SampleRequest
 from jaxrl.api.messages import NO_LOGPROB, SampledTokens, TopMatrix, sample_output
+from jaxrl.learner.image_encoder import ImageEncoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.files.adapted_tower import load_adapted_tower
 from jaxrl.models.files.adapter_stack import put_adapter
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.serve.choice import Choice, TopLogprobs
@@ -177,9 +181,16 @@ class Sampler:
 
 
 def loader(
-    model: Model, engine: ServingThread, *, trains_all: bool
+    model: Model,
+    engine: ServingThread,
+    encoders: MutableSequence[ImageEncoder],
+    *,
+    trains_all: bool,
 ) -> Callable[[int, Path, bool], asyncio.Future]:
-    """The `load` of AdapterSlots for an engine; with `trains_all` a folder has a whole model."""
+    """The `load` of AdapterSlots for an engine; with `trains_all` a folder has a whole model.
+
+    `encoders` are those of the base model and of each place; an adapter may change the tower.
+    """
     versions, layout = iter(range(1, 2**62)), model.layout
 
     def load(slot: int, folder: Path, drop_cache: bool) -> asyncio.Future:
@@ -188,7 +199,11 @@ def loader(
                 read = load_params(folder, layout.rules, params.cfg, layout.dtype)
                 new = layout.prepare(read)
             else:
-                new = put_adapter(params, slot, folder, rules=layout.rules, dtype=layout.dtype)
+                how: Any = dict(rules=layout.rules, dtype=layout.dtype)
+                source = model.folder if encoders else None
+                new = put_adapter(params, slot, folder, **how, source=source)
+                if encoders:
+                    encoders[slot] = adapted_encoder(encoders[0], folder, model, params.cfg)
             if drop_cache:
                 model.engine.set_version(next(versions))
             return new, None
@@ -196,6 +211,19 @@ def loader(
         return asyncio.wrap_future(engine.run(work))
 
     return load
+
+
+def adapted_encoder(
+    base: ImageEncoder, adapter: Path, model: Model, decoder: DecoderConfig
+) -> ImageEncoder:
+    """The encoder of the base model, or another one for an adapter that changes the tower."""
+    how: Any = dict(rules=model.layout.rules, dtype=base.dtype)
+    tower = load_adapted_tower(adapter, model.folder, decoder, **how)
+    if tower is None:
+        return base
+    found = base.another(decoder)
+    found.load(tower)
+    return found
 
 
 def _sample(choice: Choice, n_top: int) -> SampledTokens:

@@ -23,7 +23,7 @@ from jaxrl.api.losses import ChosenLoss, per_token_loss
 from jaxrl.api.room import AdapterRoom, Arrays
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import empty_batch
-from jaxrl.learner.image_encoder import ImageEncoder
+from jaxrl.learner.image_patches import BatchImages
 from jaxrl.learner.loss import logprob_chunk, score_tokens
 from jaxrl.models.config import LoRA
 from jaxrl.models.decoder import Decoder
@@ -73,7 +73,7 @@ class Trainer:
     room: AdapterRoom
     n_ranks: int  # data-parallel
     dtype: DTypeLike  # of activations; adapters are rounded to it in the forward pass
-    encoder: ImageEncoder | None = None  # of the features of images; None: text only
+    encoder: BatchImages | None = None  # makes the inputs of images; None: text only
     programs: dict[tuple[int, bool], Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

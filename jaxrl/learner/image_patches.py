@@ -5,6 +5,7 @@ has the patches of the images that its rows show first, so that its tokens bound
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -41,21 +42,39 @@ class TowerInputs:
         n_rows, row_len = batch.tokens.shape
         packed = batch.images or PackedImages(np.full((n_rows, row_len), TEXT, np.int32), ())
         ranks = images_by_rank(packed, rules.n_shards("batch"))
-        counts = [[n_features(self._cfg, image) for image in images] for images in ranks]
-        most = max(map(sum, counts))
+        most = max(sum(n_features(self._cfg, image) for image in images) for images in ranks)
         n_each = next(n for n in self.sizes(n_rows, row_len, rules) if n >= most)
+        found = self._patches(packed, ranks, n_each)
+        patches = PackedPatches(
+            rows=sharding.put_batch(found.rows, in_order(rules)),
+            index=sharding.put_batch(found.index, rules),
+        )
+        axes = self.axis_positions(batch)
+        return dataclasses.replace(batch, images=patches, axis_positions=axes)
+
+    def on_host(self, batch: Batch) -> Batch:
+        """As `put`, with all arrays on the host and room for images at all tokens.
+
+        The batch has one row for each data-parallel rank, and places of images.
+        """
+        n_ranks, row_len = batch.tokens.shape
+        ranks = images_by_rank(batch.images, n_ranks)
+        patches = self._patches(batch.images, ranks, row_len)
+        axes = self.axis_positions(batch)
+        return dataclasses.replace(batch, images=patches, axis_positions=axes)
+
+    def _patches(
+        self, packed: PackedImages, ranks: Sequence[list[ImageInput]], n_each: int
+    ) -> PackedPatches:
+        """The patches of the images of each rank, which has room for so many features."""
         first: dict[str, int] = {}
-        for rank, (images, ns) in enumerate(zip(ranks, counts, strict=True)):
+        for rank, images in enumerate(ranks):
+            ns = [n_features(self._cfg, image) for image in images]
             starts = rank * n_each + np.cumsum([0, *ns])
             first |= {i.digest: int(n) for i, n in zip(images, starts, strict=False)}
         rows = pack_patches(self._cfg, ranks, n_each * self._cfg.merge**2)
         rows = dataclasses.replace(rows, patches=rows.patches.astype(self._encoder.dtype))
-        patches = PackedPatches(
-            rows=sharding.put_batch(rows, in_order(rules)),
-            index=sharding.put_batch(packed.moved(first), rules),
-        )
-        axes = self.axis_positions(batch)
-        return dataclasses.replace(batch, images=patches, axis_positions=axes)
+        return PackedPatches(rows, packed.moved(first))
 
     def abstract(self, n_rows: int, row_len: int, rules: Rules) -> list[PackedPatches]:
         """The shapes of what `put` adds to a micro-batch, one for each of its sizes."""

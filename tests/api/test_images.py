@@ -5,17 +5,26 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
+from jaxrl.api.__main__ import with_tower
+from jaxrl.api.adapters import AdapterChoice
 from jaxrl.api.images import ImageChunk, place_chunks
+from jaxrl.api.lanes import pack_lanes
+from jaxrl.api.losses import read_samples
+from jaxrl.api.messages import Datum
 from jaxrl.api.wire import as_bytes, read_fields
 from jaxrl.data.images.mrope import mrope_positions, text_positions
 from jaxrl.data.images.placeholders import Placeholders
 from jaxrl.data.images.reader import ImageReader
 from jaxrl.http.errors import RequestError
+from jaxrl.learner.image_patches import TowerInputs
+from jaxrl.learner.loss import score_tokens
+from jaxrl.models.files.safetensors import read_header
 from jaxrl.models.image_features import ImageFeatures
-from jaxrl.models.lora import without_adapters
+from jaxrl.models.lora import add_adapters, combine, split, without_adapters
 from jaxrl.models.packed import forward_packed
 from jaxrl.types import ImageInput
 from scripts.make_tiny_vlm import SPECIAL, write_tiny_vlm
@@ -159,11 +168,7 @@ def test_a_call_with_images_has_the_logprobs_of_the_model(opened, client):
 def test_training_with_images_and_samples_have_one_model(client):
     """The logprobs of sampled tokens are those that training computes, after steps with images."""
     model, data = client.create(1), [datum(RED), datum(BLUE), datum(BLUE, RED, n=70), datum(n=60)]
-    losses = []
-    for _ in range(3):
-        losses.append(client.train(model, "cross_entropy", data))
-        client.wait(client.step(model))
-    losses = [loss_sum(client.wait(future)) for future in losses]
+    losses, _ = train(client, model, data)
     assert losses[2] < losses[1] < losses[0]
     check_samples(client, model)
 
@@ -181,6 +186,89 @@ def test_all_weights_of_the_language_model_are_trained_with_images(vlm, tmp_path
             client.wait(client.step(model, learning_rate=1e-3))
         assert losses[1] < losses[0]
         check_samples(client, model)
+
+
+def train(client: Client, model: str, data, steps: int = 3) -> tuple[list[float], list[float]]:
+    """(losses, norms of gradients) of steps."""
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(loss_sum(client.wait(client.train(model, "cross_entropy", data))))
+        norms.append(client.wait(client.step(model)).json()["metrics"]["optim/grad_norm"])
+    return losses, norms
+
+
+@pytest.mark.thorough
+def test_adapters_of_the_tower_are_trained_and_sampled(vlm, tmp_path):
+    """Samples have the features of the trained tower."""
+    argv = arguments(vlm, tmp_path, "--config.data.images=True", "--train-vision")
+    opened = loaded(argv)
+    with serving(*opened) as address:
+        client = Client(address, "tml-alice").open()
+        data = [datum(RED), datum(n=30), datum(BLUE, RED), datum(n=100)]  # more than one lane
+        model = client.create(0)
+        losses, norms = train(client, model, data)
+        loss, norm = expected_gradient(opened, data)
+        assert losses[0] == pytest.approx(loss, rel=1e-5)
+        assert norms[0] == pytest.approx(norm, rel=1e-4)
+        assert losses[2] < losses[1] < losses[0]
+        check_samples(client, model)
+
+
+@pytest.mark.slow
+def test_a_saved_tower_continues_where_towers_are_trained(vlm, tmp_path):
+    argv = arguments(vlm, tmp_path, "--config.data.images=True", "--train-vision")
+    data = [datum(RED), datum(BLUE, RED)]
+    with serving(*loaded(argv)) as address:
+        client = Client(address, "tml-alice").open()
+        model = client.create(0)
+        train(client, model, data, steps=2)
+        train(client, model, [datum(n=30)], steps=1)  # text alone
+        saved = client.wait(client.model_call("save_weights", model, path="one")).json()["path"]
+        body = {"session_id": client.session, "model_seq_id": 1, "path": saved, "optimizer": True}
+        future = client.call("load_weights", body)
+        client.wait(future)
+        one, two = (
+            client.wait(client.train(m, "cross_entropy", data, forward_only=True)).content
+            for m in (model, future["model_id"])
+        )
+        assert one == two
+    names = {name for file in tmp_path.rglob("adapter/*.safetensors") for name in read_header(file)}
+    assert any("visual.blocks.0.attn.qkv" in name for name in names)
+    assert any("visual.merger" in name for name in names)
+    with serving(*loaded([one for one in argv if one != "--train-vision"])) as address:
+        client = Client(address, "tml-alice").open()
+        failure = client.failure(client.call("load_weights", body | {"session_id": client.session}))
+        assert "start the server with --train-vision" in failure["error"]
+
+
+def expected_gradient(opened, data) -> tuple[float, float]:
+    """(loss, norm of the gradient) of new adapters, a sequence at a time, without lanes."""
+    options, run, model = opened
+    rules, total, loss = model.layout.rules, None, 0.0
+    with jax.set_mesh(model.mesh):
+        base = with_tower(without_adapters(model.params), model)
+        lora = AdapterChoice(4, train_unembed=False).lora(base.cfg, options.max_rank)
+        trained, frozen = split(add_adapters(base, lora, seed=0, rules=rules, dtype=jnp.float32))
+
+        def negative(trained, batch):
+            whole = combine(trained, frozen)
+            logp = score_tokens(whole, batch, cfg=run, rules=rules, remat="none")[0]
+            return -jnp.sum(logp * batch.mask * batch.advantages)
+
+        gradient = jax.jit(jax.value_and_grad(negative))
+        for chunks, tensors in data:
+            tensors = {name: np.asarray(values) for name, values in tensors.items()}
+            given = [Datum(tuple(chunks), tensors)]
+            limits = dict(n_vocab=model.engine.cfg.V, max_len=128, reader=model.images)
+            samples = read_samples("cross_entropy", given, **limits)
+            [lane] = pack_lanes(samples, [tensors["target_tokens"]], run, n_ranks=1)
+            batch = lane.batch
+            if batch.images is not None:
+                batch = TowerInputs(model.encoders[0]).put(batch, rules)
+            value, found = gradient(trained, jax.tree.map(jnp.asarray, batch))
+            loss += float(value)
+            total = found if total is None else jax.tree.map(jnp.add, total, found)
+        return loss, float(optax.tree.norm(total))
 
 
 def check_samples(client: Client, model: str) -> None:

@@ -14,3 +14,10 @@ def test_full_training_has_one_model_whose_weights_are_not_quantized(capsys):
         with pytest.raises(SystemExit) as stopped:
             read(["--model=m", "--full", argument])
         assert message in f"{stopped.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("more", [[], ["--config.data.images=True", "--full"]], ids=str)
+def test_towers_are_trained_on_images_through_adapters(more, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        read(["--model=m", "--train-vision", *more])
+    assert "leave out --full, and set --config.data.images=True" in str(stopped.value)

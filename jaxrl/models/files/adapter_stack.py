@@ -59,17 +59,25 @@ def _with_tower(folder: Path, decoder: DecoderConfig, source: Path | None) -> De
 
 
 def put_adapter(
-    model: Decoder, index: int, folder: Path, *, rules: Rules, dtype: DTypeLike
+    model: Decoder,
+    index: int,
+    folder: Path,
+    *,
+    rules: Rules,
+    dtype: DTypeLike,
+    source: Path | None = None,
 ) -> Decoder:
     """The model whose stack has the adapter of `folder` in the place `index`, from 1.
 
-    All other arrays and places stay. Raises ValueError for an adapter of another model, of a larger
-    rank, of layers that the stack does not have, or with magnitudes.
+    All other arrays and places stay. `source` is as in `stack_adapters`. Raises ValueError for an
+    adapter of another model, of a larger rank, of layers that the stack does not have, or with
+    magnitudes.
     """
     base, lora = without_adapters(model), model.cfg.lora
     assert lora is not None and 0 < index <= lora.n_stacked
-    stored = open_adapter(folder, base.cfg)
-    others = set(stored.lora.targets) - set(lora.targets)
+    stored = open_adapter(folder, _with_tower(folder, base.cfg, source))
+    own = {target for target in stored.lora.targets if not is_of_tower(target)}
+    others = own - set(lora.targets)
     if stored.lora.rank > lora.rank or others or stored.lora.dora:
         raise ValueError(
             f"the adapter in {folder} has the rank {stored.lora.rank} and the layers "

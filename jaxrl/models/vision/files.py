@@ -61,12 +61,18 @@ def load_tower(
 def load_whole(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DTypeLike) -> Decoder:
     """`load_params`, with the tower of the folder if it is a part of the decoder."""
     model = load_params(folder, rules, decoder, dtype)
-    if decoder.tower is None:
-        return model
+    return model if decoder.tower is None else add_tower(model, folder, rules, decoder, dtype)
+
+
+def add_tower(
+    model: Decoder, folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DTypeLike
+) -> Decoder:
+    """The model with the tower of the folder, which is a part of the decoder; arrays are shared."""
+    assert decoder.tower is not None, "the decoder has a tower"
     tower = load_tower(folder, rules=rules, dtype=dtype)[1]
-    tower.cfg = decoder.tower
-    model.tower, model.cfg = nnx.data(tower), dataclasses.replace(model.cfg, tower=decoder.tower)
-    return model
+    tower.cfg, new = decoder.tower, jax.tree.map(lambda leaf: leaf, model)
+    new.tower, new.cfg = nnx.data(tower), dataclasses.replace(model.cfg, tower=decoder.tower)
+    return new
 
 
 def tower_files(folder: Path) -> dict[str, FileTensor]:
