@@ -20,8 +20,6 @@ many sampled responses:
 import argparse
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import default_config
-from scripts.learning_curves import Curve, curve, draw
+from scripts.learning_curves import Curve, config_arguments, curve, draw, run_program
 from scripts.make_tiny_vlm import write_tiny_vlm
 
 ROOT = Path(__file__).parents[1]
@@ -135,10 +133,7 @@ def train(program: str, runs: Path, name: str, keys: Mapping[str, str]) -> None:
     split = "sft" if program == "jaxrl.sft" else "train"
     found = {"data.train": str(data / f"{split}.jsonl"), "data.val": str(data / "val.jsonl")}
     found |= {"name": name, "run_dir": str(runs / name), **keys}
-    words = [f"--config.{key}={value}" for key, value in found.items()]
-    subprocess.run(
-        [sys.executable, "-m", program, f"--config={__file__}", *words], check=True, cwd=ROOT
-    )
+    run_program(program, config_arguments(Path(__file__), found))
 
 
 def mean(curves: Iterable[Curve]) -> Curve:
