@@ -17,7 +17,6 @@ and the mean share of responses without a gradient:
     uniform      0: 0.51  512: 0.51  1024: 0.67
 """
 
-import argparse
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,16 @@ from pathlib import Path
 from jaxrl.report.record import read_record
 from scripts.learning_curves import config_arguments, curve, draw, run_dir, run_program
 from scripts.make_tiny_vlm import write_tiny_vlm
-from scripts.objective_curves import RL, ROOT, SFT, different_texts, mean, row, write_rows
+from scripts.objective_curves import (
+    RL,
+    ROOT,
+    SFT,
+    different_texts,
+    mean,
+    read_arguments,
+    row,
+    write_rows,
+)
 
 CONFIG = ROOT / "scripts" / "objective_curves.py"
 STEPS, PROMPTS, SAMPLES = 60, 16, 8
@@ -46,14 +54,7 @@ CURRICULA = {  # name -> keys
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="curricula (default: all)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/curricula"), help="folder of runs")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each curriculum")
-    parser.add_argument("--out", type=Path, help="picture (default: docs/curves_curricula.svg)")
-    args = parser.parse_args()
-    if unknown := set(args.names) - set(CURRICULA):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; set any of {', '.join(CURRICULA)}")
+    args = read_arguments(__doc__ or "", CURRICULA, "curricula")
     runs = args.runs.resolve()
     if not (runs / "policy" / "hf" / "config.json").is_file():
         write_data(runs / "data")
@@ -74,7 +75,7 @@ def main() -> None:
         idle = [read_record(folder).series["perf/idle_fraction"] for folder in folders]
         shares = [share for points in idle for _, share in points]
         print(f"{name}: {sum(shares) / len(shares):.2f} of the responses have no gradient")
-    draw(found, args.out or ROOT / "docs" / "curves_curricula.svg")
+    draw(found, args.out)
 
 
 def rl_keys(runs: Path, seed: int) -> dict[str, str]:
