@@ -124,13 +124,15 @@ def main() -> None:
 
 
 def train(name: str, folder: pathlib.Path, *more: str) -> None:
-    """Trains one run in a separate process, on as many CPU devices as it needs.
-
-    The devices share the cores. `more` are further arguments of the command line.
-    """
+    """Trains one run. `more` are further arguments of the command line."""
     n_devices = 1 + int(keys(name).get("schedule.rollout_devices", 0))
+    run_program("jaxrl.train", [*arguments(name, folder), *more], n_devices)
+
+
+def run_program(program: str, arguments: Iterable[str], n_devices: int = 1) -> None:
+    """Runs a program of jaxrl in a separate process, on CPU devices that share the cores."""
     subprocess.run(
-        [sys.executable, "-m", "jaxrl.train", *arguments(name, folder), *more],
+        [sys.executable, "-m", program, *arguments],
         check=True,
         env=os.environ | {"JAX_NUM_CPU_DEVICES": str(n_devices)},
     )
@@ -144,8 +146,12 @@ def keys(name: str) -> dict[str, str]:
 def arguments(name: str, folder: pathlib.Path) -> list[str]:
     """The command line of a run, after `python -m jaxrl.train`."""
     found = keys(name) | {"run_dir": str(run_dir(folder, name))}
-    words = [f"--config.{key}={value}" for key, value in found.items()]
-    return [f"--config={ROOT / 'configs' / 'quickstart.py'}", *words]
+    return config_arguments(ROOT / "configs" / "quickstart.py", found)
+
+
+def config_arguments(config: pathlib.Path, changes: Mapping[str, str]) -> list[str]:
+    """Arguments of a config file and of changes to its keys."""
+    return [f"--config={config}", *(f"--config.{key}={value}" for key, value in changes.items())]
 
 
 def curves(names: Iterable[str], folder: pathlib.Path) -> dict[str, Curve]:

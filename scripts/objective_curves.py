@@ -20,8 +20,6 @@ many sampled responses:
 import argparse
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import default_config
-from scripts.learning_curves import Curve, curve, draw
+from scripts.learning_curves import Curve, config_arguments, curve, draw, run_program
 from scripts.make_tiny_vlm import write_tiny_vlm
 
 ROOT = Path(__file__).parents[1]
@@ -101,14 +99,7 @@ def get_config() -> ConfigDict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="objectives (default: all)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/objectives"), help="folder of runs")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each objective")
-    parser.add_argument("--out", type=Path, help="picture (default: docs/curves_objectives.svg)")
-    args = parser.parse_args()
-    if unknown := set(args.names) - set(OBJECTIVES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; set any of {', '.join(OBJECTIVES)}")
+    args = read_arguments(__doc__ or "", OBJECTIVES, "objectives")
     runs = args.runs.resolve()
     for name, width, mistakes in (("teacher", 128, 0.0), ("policy", 64, MISTAKES)):
         if not (runs / name / "hf" / "config.json").is_file():
@@ -123,7 +114,21 @@ def main() -> None:
             more = {"model.path": str(runs / "policy" / "hf"), "seed": str(seed)}
             train("jaxrl.train", runs, folder, RL | more | keys)
         found[name] = mean([curve(runs / folder, RESPONSES) for folder in folders])
-    draw(found, args.out or ROOT / "docs" / "curves_objectives.svg")
+    draw(found, args.out)
+
+
+def read_arguments(doc: str, runs: Iterable[str], picture: str) -> argparse.Namespace:
+    """The command line of a script that trains several seeds of each of `runs`, or of some."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{picture} (default: all)")
+    folder, out = Path("runs") / picture, ROOT / "docs" / f"curves_{picture}.svg"
+    parser.add_argument("--runs", type=Path, default=folder, help="folder of runs")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each of them")
+    parser.add_argument("--out", type=Path, default=out, help=f"picture (default: {out.name})")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(runs):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; set any of {', '.join(runs)}")
+    return args
 
 
 def run_name(name: str, seed: int) -> str:
@@ -135,10 +140,7 @@ def train(program: str, runs: Path, name: str, keys: Mapping[str, str]) -> None:
     split = "sft" if program == "jaxrl.sft" else "train"
     found = {"data.train": str(data / f"{split}.jsonl"), "data.val": str(data / "val.jsonl")}
     found |= {"name": name, "run_dir": str(runs / name), **keys}
-    words = [f"--config.{key}={value}" for key, value in found.items()]
-    subprocess.run(
-        [sys.executable, "-m", program, f"--config={__file__}", *words], check=True, cwd=ROOT
-    )
+    run_program(program, config_arguments(Path(__file__), found))
 
 
 def mean(curves: Iterable[Curve]) -> Curve:

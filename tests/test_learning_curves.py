@@ -1,4 +1,4 @@
-"""The comparisons of algorithms and schedules: scripts/learning_curves.py."""
+"""The comparisons of algorithms, schedules and curricula: learning_curves.py and its like."""
 
 import json
 import re
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl.config.command_line import parse
+from scripts import curriculum_curves
+from scripts.learning_curves import config_arguments
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "learning_curves.py"))
@@ -24,6 +26,7 @@ MIN_ACCURACY = {
     "PPO": 0.55,
     "Muon": 0.6,
 } | {name: 0.35 if "staleness 4" in name else 0.5 for name in SCRIPT["SCHEDULES"]}
+PICTURES = ("algorithms", "curricula", "images", "objectives", "schedules")
 HALF = "--config.total_steps=36"
 
 
@@ -33,6 +36,18 @@ def test_all_runs_sample_the_same_number_of_responses(name, tmp_path):
     batches = run.algorithm.dynamic_sampling_batches if run.algorithm.dynamic_sampling else 1
     sampled = run.total_steps * batches * run.data.prompts_per_step * run.rollout.n
     assert sampled == 64 * (72 if name in SCRIPT["SCHEDULES"] else SCRIPT["STEPS"])
+
+
+def test_curricula_draw_from_the_same_prompts_in_as_many_responses(tmp_path):
+    curriculum_curves.write_data(tmp_path / "data")
+    keys = curriculum_curves.rl_keys(tmp_path, seed=1)
+    for changes in curriculum_curves.CURRICULA.values():
+        run = parse(config_arguments(curriculum_curves.CONFIG, keys | changes))
+        assert run.data.prompts_per_step * run.rollout.n == 128 and run.total_steps == 60
+        n_prompts = [len(Path(path).read_text().splitlines()) for path in run.data.train]
+        assert n_prompts == [192, 16, 16, 16]
+    val = (tmp_path / "data" / "val.jsonl").read_text().splitlines()
+    assert len(val) == 512 and not {*val} & {*Path(run.data.train[3]).read_text().splitlines()}
 
 
 def test_the_picture_has_a_line_for_every_existing_run(tmp_path):
@@ -58,7 +73,7 @@ def test_pictures_of_logged_curves_are_up_to_date(picture, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["quickstart", *(f"curves_{n}" for n in ("algorithms", "images", "objectives", "schedules"))],
+    ["quickstart", *(f"curves_{n}" for n in PICTURES)],
 )
 def test_the_words_of_pictures_are_inside_them(name):
     root = ElementTree.parse(DOCS / f"{name}.svg").getroot()

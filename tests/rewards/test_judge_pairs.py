@@ -121,6 +121,11 @@ def test_each_response_can_be_compared_with_the_reference_answer_alone(serve, ru
     assert "reference_answer" not in server.requests[0]["messages"][1]["content"]
 
 
+def test_an_empty_reference_answer_is_no_opponent(serve, rubric):
+    with pytest.raises(ValueError, match="the column 'answer' of the row is empty"):
+        ask(serve(compare).url, rubric, ["3"], truth="", against="reference", reference="answer")
+
+
 @pytest.mark.parametrize("n, opponents", [(5, 2), (8, 4), (6, 0), (4, 8)])
 def test_pairs_are_balanced_and_a_function_of_the_texts(n, opponents):
     texts = [str(i) for i in range(n)]

@@ -76,6 +76,13 @@ def test_the_score_is_the_weighted_mean_of_the_criteria_on_their_scales(serve, r
     assert (body["temperature"], body["max_tokens"]) == (0.0, 1024)
 
 
+def test_an_empty_reference_answer_is_left_out(serve, rubric):
+    server = serve(completion(GOOD))
+    ask(server.url, rubric, truth="", reference="answer")
+    ask(server.url, rubric, extra={"notes": ""}, reference="notes")
+    assert not any("reference_answer" in str(body["messages"]) for body in server.requests)
+
+
 def test_a_judge_on_the_devices_has_a_name_in_the_cache(serve, rubric, tmp_path):
     """The URL of a run's own endpoint is another one in every process."""
     first, second = serve(completion(GOOD)), serve(completion(GOOD))

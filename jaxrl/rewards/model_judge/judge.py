@@ -24,12 +24,12 @@ async def judge(
 
     Raises RewardFailed if no attempt gives a valid verdict.
     """
-    criteria, column = cached_rubric(options.rubric), options.reference
+    criteria = cached_rubric(options.rubric)
     body = request_body(
         criteria,
         conversation=conversation,
         response=judged_text(solution_str, extra_info, options.thinking),
-        reference=reference_text(column, ground_truth, extra_info) if column else None,
+        reference=reference_text(options.reference, ground_truth, extra_info),
         **options.request,
     )
     found = await verdicts_of(options.server).verdict(body, criteria.read_verdict)
@@ -50,13 +50,18 @@ def judged_text(solution_str: str, extra_info: Mapping[str, Any], thinking: bool
     return response if thinking else response.rpartition("</think>")[2]
 
 
-def reference_text(column: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str:
-    """The reference answer of a row. Raises ValueError if the row has no such column."""
+def reference_text(column: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
+    """The reference answer of a row, None if it is empty or `column` is "".
+
+    Raises ValueError if the row has no such column.
+    """
+    if not column:
+        return None
     if column == "answer":
-        return as_text(ground_truth)
+        return as_text(ground_truth) or None
     if column not in extra_info:
         raise ValueError(
             f"the row has no column {column!r}, which reward.judge.reference names; add it, or set "
             "the key to 'answer' or ''"
         )
-    return as_text(extra_info[column])
+    return as_text(extra_info[column]) or None

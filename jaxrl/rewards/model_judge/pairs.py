@@ -60,17 +60,22 @@ async def judge_pairs(
     """The win rate of each response, by criterion and in total, and counts; 0 to 1.
 
     A pair with a failed request is left out. A response without a pair has a RewardFailed. Raises
-    ValueError for a response without an opponent.
+    ValueError for a response without an opponent or an empty reference answer.
     """
-    criteria, column = cached_rubric(options.rubric), options.reference
+    criteria = cached_rubric(options.rubric)
     texts = [
         judged_text(text, extra, options.thinking)
         for text, extra in zip(group_strs, extra_infos, strict=True)
     ]
-    answer = reference_text(column, ground_truth, extra_infos[0]) if column else None
+    answer = reference_text(options.reference, ground_truth, extra_infos[0])
     if options.against == "reference":
+        if answer is None:
+            raise ValueError(
+                f"the column {options.reference!r} of the row is empty, but against=reference "
+                "compares the responses with it; fill it, or remove the row"
+            )
         pairs = [(i, len(texts)) for i in range(len(texts))]
-        compared, shown = [*texts, answer or ""], None
+        compared, shown = [*texts, answer], None
     else:
         pairs = draw_pairs(texts, conversation, options.opponents)
         compared, shown = texts, answer
