@@ -98,6 +98,7 @@ AGGREGATIONS = (
 KL_PARTS = ("kl", "distillation")
 RESPONSE_PARTS = ("policy", *KL_PARTS, "entropy")
 GIVEN_PARTS = ("observations", "demonstrations")
+OBSERVATION_ROLES = ("tool", "user", "system")
 PART_KINDS = (*RESPONSE_PARTS, *GIVEN_PARTS, "router")
 MAX_PARTS = 31  # bits of an int32
 PART_AGGREGATIONS = tuple(

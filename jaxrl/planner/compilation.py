@@ -85,7 +85,9 @@ def compile_programs(
         if program.row is None and name in known:
             compiled[name] = known[name]
             continue
-        same_as_score = cfg.ref == cfg.score and not cfg.algorithm.teacher
+        algorithm = cfg.algorithm
+        differs = algorithm.teacher or algorithm.kl_top_k  # another model, or ids and logprobs
+        same_as_score = cfg.ref == cfg.score and not differs
         if name == "reference" and "score" in compiled and same_as_score:
             compiled[name] = dataclasses.replace(
                 compiled["score"], compile_s=0.0, counted_state=program.counted_state

@@ -48,7 +48,7 @@ def rated(n, seed):
     for i in range(n):
         early, size = draw.random() < 0.5, draw.randint(2, 8)
         text = "".join(draw.choices("abcdefgh" if early else "stuvwxyz", k=size))
-        ratings = {"early": 2.0 * early, "long": size / 4}
+        ratings: dict[str, float | None] = {"early": 2.0 * early, "long": size / 4}
         if i % 3 == 1:
             del ratings["early"]
         if i % 3 == 2:
