@@ -30,7 +30,7 @@ SCORE_BIAS = "score.bias"
 PART = "reward_model"  # key of the score in Reward.parts
 
 
-class Score(NamedTuple):
+class ResponseScore(NamedTuple):
     """The score of a response."""
 
     value: float = 0.0
@@ -86,23 +86,23 @@ class RewardModel:
             if isinstance(sequence, TrainingSample):
                 score = self._read(rollout, next(scores))
             else:
-                score = Score(error=sequence)
+                score = ResponseScore(error=sequence)
             found.append(with_score(reward, score, cfg))
         return found
 
-    def _read(self, rollout: Rollout, scores: np.ndarray) -> Score:
+    def _read(self, rollout: Rollout, scores: np.ndarray) -> ResponseScore:
         """The score of a response from the outputs of the model, [places] or [1, labels]."""
         cfg = self.scorer.cfg.reward_model
         if not np.isfinite(scores).all():
-            return Score(error=f"the score is {scores[~np.isfinite(scores)][0]}")
+            return ResponseScore(error=f"the score is {scores[~np.isfinite(scores)][0]}")
         if self.labels:
             return weighted_score(scores.reshape(-1), self.labels, cfg.label_weights)
         if not cfg.step_reward:
-            return Score(float(scores[0]))
+            return ResponseScore(float(scores[0]))
         right = probabilities(scores)
         score = STEP_SCORES[cfg.step_reward](right)
         if self._policy_steps is None:
-            return Score(score)
+            return ResponseScore(score)
         ends = self._policy_steps.ends(rollout.tokens)
         if len(ends) != len(right):
             reason = (
@@ -110,9 +110,9 @@ class RewardModel:
                 "template; set reward_model.chat_template to one that renders all of its text, or "
                 "reward_model.step_reward='min'"
             )
-            return Score(error=reason)
+            return ResponseScore(error=reason)
         pairs = zip(ends, right.tolist(), strict=True)
-        return Score(score, steps=tuple((end + 1, reward) for end, reward in pairs))
+        return ResponseScore(score, steps=tuple((end + 1, reward) for end, reward in pairs))
 
     def _sequence(self, rollout: Rollout) -> TrainingSample | str:
         """The conversation as tokens of the reward model, or an error message.
@@ -216,10 +216,12 @@ def check_labels(cfg: RunConfig, folder: Path, labels: Sequence[str], *, has_bia
         )
 
 
-def weighted_score(outputs: np.ndarray, labels: Sequence[str], weights: Sequence[float]) -> Score:
+def weighted_score(
+    outputs: np.ndarray, labels: Sequence[str], weights: Sequence[float]
+) -> ResponseScore:
     """Σ_k w_k s_k of the outputs s [K] of K labels."""
     value = float(np.asarray(weights, np.float64) @ outputs.astype(np.float64))
-    return Score(value, labels=dict(zip(labels, outputs.tolist(), strict=True)))
+    return ResponseScore(value, labels=dict(zip(labels, outputs.tolist(), strict=True)))
 
 
 def scored_sequence(
@@ -275,7 +277,7 @@ def last_scores(
     return np.array([scores[-1] for scores in found], np.float32)
 
 
-def with_score(reward: Reward, score: Score, cfg: RunConfig) -> Reward:
+def with_score(reward: Reward, score: ResponseScore, cfg: RunConfig) -> Reward:
     """The reward with the score of the reward model added, or with its error."""
     if score.error:
         errors = [*filter(None, [reward.error]), f"{PART}: {score.error}"]

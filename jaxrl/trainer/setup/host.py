@@ -89,6 +89,8 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
         judge = open_judge(session, models)
         rewards = open_rewards(session, models, iterator.items, val, own, judge)
         environments = open_environments(cfg, session.stack, models.images)
+    for endpoint in endpoints.values():
+        endpoint.reopen(hosts.broadcast(endpoint.found))
     host = HostSide(
         session, models, val, iterator, rewards, judge, environments, demonstrations, endpoints
     )
