@@ -21,7 +21,7 @@ from jaxrl.config.resolve import default_config, resolve, resolve_evaluation
 from jaxrl.data.packing import pack
 from jaxrl.evaluate import evaluate
 from jaxrl.learner.loss import loss_sums, value_objective
-from jaxrl.learner.reward_model import Score, open_reward_model, with_score
+from jaxrl.learner.reward_model import ResponseScore, open_reward_model, with_score
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.packed import forward_packed
 from jaxrl.train import train
@@ -387,9 +387,9 @@ def test_a_rollout_that_cannot_be_scored_gets_an_error(tiny_config, tiny_scorer)
     assert not scored.error
     assert too_long.value == -1.0
     assert "tokens in the reward model's tokenizer, more than a row of 256" in too_long.error
-    nan = with_score(Reward(5.0), Score(error="the score is nan"), cfg)
+    nan = with_score(Reward(5.0), ResponseScore(error="the score is nan"), cfg)
     assert (nan.value, nan.error) == (-1.0, "reward_model: the score is nan")
-    failed = with_score(Reward(-1.0, error="math: hung"), Score(7.0), cfg)
+    failed = with_score(Reward(-1.0, error="math: hung"), ResponseScore(7.0), cfg)
     assert (failed.value, failed.parts) == (-1.0, {"reward_model": 7.0})
 
 
