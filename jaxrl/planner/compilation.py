@@ -67,8 +67,10 @@ def compile_programs(
     on_start: Callable[[str], None] = lambda name: None,
     known: Mapping[str, Program] = MappingProxyType({}),
 ) -> dict[str, Program]:
-    """Compiles all programs for `machine`; `reference` reuses `score` if both exist and are equal.
+    """Compiles all programs for `machine`; `reference` reuses `score` if both give logprobs.
 
+    The policy's adapters and the experts that it records, which a reference does not have, then
+    count in its program too.
     `known` are the programs of the same run with another `learner.xla`; those that do not read it
     are reused.
 

@@ -213,3 +213,17 @@ def test_keys_of_attributes_that_do_not_go_together_are_refused(tiny_config, cha
     tiny_config.reward_model.update(changes)
     with pytest.raises(ValueError, match=message):
         resolve(tiny_config)
+
+
+@pytest.mark.slow  # other models train on these meshes in default and thorough cases
+@pytest.mark.parametrize("mesh", [{"sequence": 2}, {"stage": 2}, {"stage": 2, "fsdp": 2}])
+def test_labels_are_trained_alike_in_rings_and_pipelines(rating_config, two_layers, tmp_path, mesh):
+    config = rating_config
+    config.model.path = str(two_layers)
+    config.total_steps, config.learner.eps, config.data.val = 2, 1e-4, ()
+    assert reward_model.train(resolve(config))
+    reference = weights(config.run_dir)
+    config.run_dir = str(tmp_path / "mesh")
+    config.mesh.update(mesh)
+    assert reward_model.train(resolve(config))
+    assert_close(weights(config.run_dir), reference)
