@@ -38,7 +38,7 @@ from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.families.entries import WITHOUT_EFFECT
 from jaxrl.models.files.export_form import copied_tensors
 from jaxrl.models.files.hf_config import FAMILIES, config_path, folder_config, same_model
-from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.files.hf_load import classifier_config, load_model
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.files.quantized.scheme import folder_scheme, without_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, read_tensor
@@ -115,9 +115,10 @@ def check_rows(path: str, seed: int) -> Iterator[CheckRow]:
     """
     folder = resolve_model(path)
     heads = ("score",) if SCORE in find_tensors(folder) else ("vocab",)
-    yield from facts(folder, dataclasses.replace(folder_config(folder), heads=heads))
+    labels = classifier_config(folder).labels
+    yield from facts(folder, dataclasses.replace(folder_config(folder), heads=heads, labels=labels))
     yield from tower_rows(folder)
-    cfg, params = load_model(folder, rules=TRAIN, heads=heads)
+    cfg, params = load_model(folder, rules=TRAIN, heads=heads, labels=labels)
     model = LoadedModel(folder, cfg, params)
     yield check_golden(model)
     yield check_export(model)

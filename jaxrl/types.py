@@ -236,11 +236,12 @@ class TrainingSample:
     anchors: tuple[
         bytes, ...
     ] = ()  # hash of the state that each turn answers, if they are compared
-    values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
+    # float32 [response_len], the critic's before the step; [response_len, K] of K labels
+    values: np.ndarray | None = None
     # float32 [response_len], |∇ log π(y_t)|² by the logits, 1 - 2 π(y_t) + Σ π²
     score_norms: np.ndarray | None = None
     advantages: np.ndarray | None = None  # float32 [response_len]
-    returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss
+    returns: np.ndarray | None = None  # float32, as `values`: targets of the value loss
     selected: np.ndarray | None = None  # bool [response_len], tokens that clip_cov, kl_cov select
     # int32 [response_len], the parts of the objective that a token is in: bit k is set for
     # algorithm.parts[k]
@@ -302,8 +303,8 @@ class Batch:
     mask: Array  # float32 [B, T], 1 if targets[t] is in the loss
     response_len: Array  # float32 [B, T], loss tokens of the token's episode; 1 at padding
     advantages: Array  # float32 [B, T]
-    values: Array  # float32 [B, T], the critic's before the step
-    returns: Array  # float32 [B, T], targets of the value loss
+    values: Array  # float32 [B, T], the critic's before the step; [B, T, K] of K labels
+    returns: Array  # float32, as `values`: targets of the value loss
     selected: Array  # float32 [B, T], 1 at the tokens that clip_cov, kl_cov, top_entropy select
     rollout_logp: Array  # float32 [B, T], from the engine, without sampling filters
     behavior_logp: Array  # float32 [B, T], from the engine, with them: sampled from it

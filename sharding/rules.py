@@ -196,7 +196,7 @@ def row_order(rows: Shaped[np.ndarray, "B T ..."], rules: Rules) -> Shaped[np.nd
     return rows[:, np.argsort(zigzag(rows.shape[1], rules.ring_size))]
 
 
-def unshuffle(rows: Shaped[Array, "B T"], rules: Rules) -> Shaped[Array, "B T"]:
+def unshuffle(rows: Shaped[Array, "B T ..."], rules: Rules) -> Shaped[Array, "B T ..."]:
     """`row_order` on the mesh, for computations over neighbours; each device gets whole rows."""
     if not rules.ring:
         return rows

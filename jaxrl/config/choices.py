@@ -51,7 +51,8 @@ ADVANTAGES = (
     "distill",
 )
 # What a reward model trains on: pairs of answers, or a label of each step
-SCORE_OBJECTIVES = ("pairs", "steps")
+SCORE_OBJECTIVES = ("pairs", "steps", "attributes")
+ONE_LABEL = ("LABEL_0",)  # transformers' name of the only output of a classifier
 STEP_REWARDS = ("", "min", "mean", "product", "last", "tokens")
 TOKEN_REWARD_ADVANTAGES = ("reinforce_plus_plus", "gae", "optimal_token_baseline")
 TURN_ADVANTAGES = ("gigpo",)  # one advantage per turn, compared with other samples of the prompt
@@ -97,6 +98,7 @@ AGGREGATIONS = (
 KL_PARTS = ("kl", "distillation")
 RESPONSE_PARTS = ("policy", *KL_PARTS, "entropy")
 GIVEN_PARTS = ("observations", "demonstrations")
+OBSERVATION_ROLES = ("tool", "user", "system")
 PART_KINDS = (*RESPONSE_PARTS, *GIVEN_PARTS, "router")
 MAX_PARTS = 31  # bits of an int32
 PART_AGGREGATIONS = tuple(

@@ -6,6 +6,7 @@ import functools
 from jaxrl.config.choices import (
     GIVEN_PARTS,
     KL_PARTS,
+    OBSERVATION_ROLES,
     PART_AGGREGATIONS,
     PART_KINDS,
     RESPONSE_PARTS,
@@ -27,6 +28,12 @@ class PartSettings:
     source: str = key(
         "", "Only the tokens of rows with this data_source; '' = of all that no other entry names"
     )
+    role: str = key(
+        "",
+        "Observations: only those whose messages all have this role; '' = all that no other entry "
+        "names",
+        choices=("", *OBSERVATION_ROLES),
+    )
     final_weight: float = key(0.0, "The weight moves linearly to this one over `ramp` steps", ge=0)
     ramp: int = key(0, "Steps over which the weight moves to final_weight; 0 = constant", ge=0)
 
@@ -41,8 +48,9 @@ class Part:
     @property
     def name(self) -> str:
         """The name in metrics, without the package."""
-        source = self.options.source
-        return f"{self.kind}/{source}" if source else self.kind
+        source, role = self.options.source, self.options.role
+        masks = [source, f"role_{role}" if role else ""]
+        return "/".join([self.kind, *filter(None, masks)])
 
     @property
     def of_responses(self) -> bool:
@@ -58,6 +66,15 @@ class Part:
         """The weight in a step, counted from 0."""
         first, last, ramp = self.options.weight, self.options.final_weight, self.options.ramp
         return first + (last - first) * min(step / ramp, 1.0) if ramp else first
+
+
+# Terms of the loss that have their weight from a part, or from these keys.
+WEIGHT_KEYS = {
+    "kl": ("algorithm.kl_coef", "algorithm.kl_target"),
+    "distillation": ("algorithm.kl_coef", "algorithm.kl_target"),
+    "entropy": ("algorithm.entropy_coef", "algorithm.entropy_target"),
+    "router": ("learner.router_aux_coef",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +104,11 @@ def read_part(spec: str) -> tuple[Part, list[str]]:
         )
     elif not (options.weight or options.final_weight or name == "policy"):
         errors.append(f"{spec!r} has no weight in any step; set weight above 0, or leave it out")
+    elif options.role and name != "observations":
+        errors.append(
+            f"{spec!r}: only observations have messages of several roles; leave out "
+            f"role={options.role}"
+        )
     elif name == "router" and (options.source or options.aggregation):
         errors.append(
             f"{spec!r}: the load of the experts is that of all tokens of an update, and has its "
@@ -114,13 +136,27 @@ def read_source_parts(spec: str) -> tuple[str, tuple[str, ...], list[str]]:
     return source, kinds, errors
 
 
-def part_of(cfg: AlgorithmConfig, kind: str, source: str) -> int | None:
-    """Index of the part of this kind for a row of `source`; None if no part has its tokens."""
+def part_of(cfg: AlgorithmConfig, kind: str, source: str, role: str = "") -> int | None:
+    """Index of the part of this kind for a row of `source`; None if no part has its tokens.
+
+    `role` is that of an observation; "" if its messages have several. An entry with the source goes
+    before one with the role.
+    """
     kinds = parse_source_parts(cfg.source_parts).get(source)
     if kinds is not None and kind not in kinds:
         return None
-    entries = {p.options.source: i for i, p in enumerate(parse_parts(cfg.parts)) if p.kind == kind}
-    return entries.get(source, entries.get(""))
+    entries = {
+        (part.options.source, part.options.role): i
+        for i, part in enumerate(parse_parts(cfg.parts))
+        if part.kind == kind
+    }
+    masks = (source, role), (source, ""), ("", role), ("", "")
+    return next((entries[mask] for mask in masks if mask in entries), None)
+
+
+def names_roles(cfg: AlgorithmConfig) -> bool:
+    """Whether a part has only observations of one role."""
+    return any(part.options.role for part in parse_parts(cfg.parts))
 
 
 def names_kl(cfg: AlgorithmConfig) -> bool:

@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl.data.digest import digest
 from jaxrl.data.preferences import Labelled, Pair
+from jaxrl.data.ratings import RatedAnswer
 from jaxrl.data.steps import LabelledSteps
 from jaxrl.types import Demonstration, PlacedImage, Prompt
 
-Item = Prompt | Demonstration | Pair | Labelled | LabelledSteps  # one training item
+# One training item
+Item = Prompt | Demonstration | Pair | Labelled | LabelledSteps | RatedAnswer
 Content = dict[str, str]  # "rows" and "tokens" -> hash
 
 _RENDERING = (
@@ -71,6 +73,8 @@ def _tokens(item: Item) -> Iterator[bytes]:
         yield from (*_tokens(item.completion), repr(item.desirable).encode())
     elif isinstance(item, LabelledSteps):
         yield from (*_tokens(item.completion), item.labels.tobytes())
+    elif isinstance(item, RatedAnswer):
+        yield from (*_tokens(item.completion), item.ratings.tobytes())
     elif isinstance(item, Demonstration):
         arrays = item.prompt_tokens, item.tokens, item.loss_mask
         yield from (*(array.tobytes() for array in arrays), item.source.encode())

@@ -168,9 +168,10 @@ def response_field(sample: TrainingSample, values: np.ndarray | None) -> np.ndar
     return np.zeros(len(sample.tokens), np.float32) if values is None else values
 
 
-def empty_batch(n_rows: int, row_len: int) -> Batch:
-    """A batch of padding."""
+def empty_batch(n_rows: int, row_len: int, n_labels: int = 1) -> Batch:
+    """A batch of padding; with several labels, values and returns have one number for each."""
     ints, floats = np.zeros((n_rows, row_len), np.int32), np.zeros((n_rows, row_len), np.float32)
+    values = np.zeros((n_rows, row_len, n_labels), np.float32) if n_labels > 1 else floats
     return Batch(
         tokens=ints,
         targets=ints,
@@ -181,8 +182,8 @@ def empty_batch(n_rows: int, row_len: int) -> Batch:
         mask=floats,
         response_len=floats + 1.0,
         advantages=floats,
-        values=floats,
-        returns=floats,
+        values=values,
+        returns=values,
         selected=floats,
         rollout_logp=floats,
         behavior_logp=floats,
@@ -263,7 +264,9 @@ def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ra
     packed = []
     for micro, T in enumerate(T_of):
         cut = slice(offset[micro], offset[micro + 1])
-        batch = Batch(**{name: flat[cut].reshape(-1, T) for name, flat in fields.items()})
+        batch = Batch(
+            **{name: flat[cut].reshape(-1, T, *flat.shape[1:]) for name, flat in fields.items()}
+        )
         items = np.flatnonzero(at.micro == micro)
         spans = tuple(
             Span(int(i), int(at.row[i]), int(first_target[i]), int(response_len[i])) for i in items
@@ -345,7 +348,7 @@ def _flat_fields(samples, located: _Located, base, segment, n_flat: int, prompt_
     n_loss_tokens = np.array([s.episode_loss_tokens or s.n_loss_tokens for s in samples])
 
     def filled(values, dtype, where=at, pad=0) -> np.ndarray:
-        flat = np.full(n_flat, pad, dtype)
+        flat = np.full((n_flat, *np.shape(values)[1:]), pad, dtype)
         flat[where] = values
         return flat
 

@@ -147,7 +147,7 @@ def count_tokens(
 @jax.named_scope("values")
 def score_values(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
-) -> Float[Array, "B T"]:
+) -> Float[Array, "B T ..."]:
     """A critic's value of the state before each target."""
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")
     return params.scores(hidden, rules)

@@ -373,19 +373,29 @@ def kl_weights(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "
 
 
 def value_sums(
-    values: Float[Array, "B T"], batch: Batch, *, cfg: RunConfig
+    values: Float[Array, "B T ..."], batch: Batch, *, cfg: RunConfig
 ) -> tuple[Float[Array, ""], LossSums]:
-    """The value loss, summed by `algorithm.aggregation`, and its metrics.
+    """The value loss, summed over labels and by `algorithm.aggregation`, and its metrics.
 
     Tokens of a row must be in sequence order.
     """
-    mask = batch.mask
-    values, old, returns = (apply_mask(x, mask) for x in (values, batch.values, batch.returns))
-    clip = cfg.critic.value_clip
-    loss, weight = aggregate_tokens(value_loss(values, old, returns, clip=clip), batch, cfg)
+    mask, clip = batch.mask, cfg.critic.value_clip
+
+    def of_label(*label):
+        values, old, returns = (apply_mask(x, mask) for x in label)
+        loss = value_loss(values, old, returns, clip=clip)
+        return loss, values, clipped(values, old, returns, clip=clip)
+
+    label = values, batch.values, batch.returns
+    if values.ndim == 2:
+        losses, values, is_clipped = of_label(*label)
+    else:
+        of_labels = jax.vmap(of_label, in_axes=-1, out_axes=-1)(*label)
+        losses, values, is_clipped = (jnp.sum(x, axis=-1) for x in of_labels)
+    loss, weight = aggregate_tokens(losses, batch, cfg)
     means = {
         "critic/value_mean": masked_mean(values, mask),
-        "critic/clip_fraction": masked_mean(clipped(values, old, returns, clip=clip), mask),
+        "critic/clip_fraction": masked_mean(is_clipped, mask),
     }
     sums = LossSums(dict.fromkeys(VALUE_LOSSES, loss), weight, means, maxima={}, router=None)
     return loss, jax.lax.stop_gradient(sums)

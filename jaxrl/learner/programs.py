@@ -73,6 +73,7 @@ class TrainingProgram:
     encoder: BatchImages | None = None  # adds images to micro-batches; None: they read none
     has_parts: bool = False  # whether they read the parts of the objective
     n_ids: int = 0  # ids of a teacher that they read at each token
+    n_labels: int = 1  # of values and returns that they read
     share: float = 1.0  # of the tokens of a step that they read, in a plan
     on_mesh: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     with_pages: bool = False  # runs while the engine has its KV pages
@@ -108,6 +109,7 @@ class TrainingProgram:
                 encoder=self.encoder,
                 has_parts=self.has_parts,
                 n_ids=self.n_ids,
+                n_labels=self.n_labels,
             )
             found = [self.lower(one) for one in with_images(batch, self.rules, self.encoder)]
         return [
@@ -205,6 +207,7 @@ def _policy_update(models: TrainingModels) -> TrainingProgram:
         encoder=models.update.encoder,
         has_parts=models.update.has_parts,
         n_ids=models.update.n_ids,
+        n_labels=len(models.state.params.cfg.labels),
     )
 
 
@@ -380,14 +383,18 @@ def abstract_batch(
     encoder: BatchImages | None = None,
     has_parts: bool = False,
     n_ids: int = 0,
+    n_labels: int = 1,
 ) -> Batch:
-    """A micro-batch on the current mesh, without images; the arguments are as in `put_batch`."""
+    """A micro-batch on the current mesh, without images; the arguments are as in `put_batch`.
+
+    `n_labels` is as in `empty_batch`.
+    """
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), rules.spec("batch", "time"))
 
     def abstract(a: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n_rows, *a.shape[1:]), a.dtype, sharding=sharding)
 
-    batch = empty_batch(1, row_len)
+    batch = empty_batch(1, row_len, n_labels)
     if encoder is not None:
         batch = dataclasses.replace(batch, axis_positions=encoder.axis_positions(batch))
     return jax.tree.map(abstract, for_device(batch, n_vocab, routing, has_parts, n_ids))

@@ -150,8 +150,9 @@ def n_compared_ids(cfg: RunConfig) -> int:
 
 
 def needs_ref_scores(cfg: RunConfig) -> bool:
-    """Whether the reference scores tokens before the updates of a step."""
-    return needs_ref_logp(cfg) or bool(teacher_top_k(cfg))
+    """Whether a reference on the devices scores tokens before the updates of a step."""
+    only_servers = bool(cfg.algorithm.teacher) and not model_teachers(cfg.algorithm)
+    return needs_ref_logp(cfg) or (bool(teacher_top_k(cfg)) and not only_servers)
 
 
 def needs_ref_logp(cfg: RunConfig) -> bool:

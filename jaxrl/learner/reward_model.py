@@ -4,8 +4,9 @@ It has its own tokenizer, chat template, mesh layout and token budget.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,23 @@ from jaxrl.data.steps import StepFinder
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.critic import ValueScorer, reward_model_scorer
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.files.hf_load import load_params, model_config
+from jaxrl.models.files.hf_load import classifier_config, load_params
 from jaxrl.models.files.tensor_shapes import SCORE
 from jaxrl.models.files.weight_files import find_tensors
-from jaxrl.types import Reward, Rollout, TrainingSample
+from jaxrl.types import Demonstration, Reward, Rollout, TrainingSample
 from sharding import to_device, to_host
 
 SCORE_BIAS = "score.bias"
 PART = "reward_model"  # key of the score in Reward.parts
+
+
+class ResponseScore(NamedTuple):
+    """The score of a response."""
+
+    value: float = 0.0
+    error: str = ""  # why there is none
+    steps: tuple[tuple[int, float], ...] = ()  # as Reward.step_rewards
+    labels: Mapping[str, float] = {}  # the outputs of a classifier with label_weights
 
 
 class RewardModel:
@@ -48,6 +58,7 @@ class RewardModel:
         if cfg.step_reward == "tokens":
             assert policy_renderer is not None
             self._policy_steps = StepFinder(policy_renderer, cfg.step_separator)
+        self.labels: tuple[str, ...] = params.cfg.labels if cfg.label_weights else ()
         self._renderer, self._stop = renderer, stop
         self._mesh = jax.sharding.get_mesh()  # of training; callers may run on the engine's mesh
 
@@ -72,28 +83,26 @@ class RewardModel:
             scores = iter(sequence_scores(self.scorer, params, valid, on_batch))
         found = []
         for rollout, reward, sequence in zip(rollouts, rewards, sequences, strict=True):
-            steps, score, error = (), 0.0, ""
             if isinstance(sequence, TrainingSample):
-                steps, score, error = self._read(rollout, next(scores))
+                score = self._read(rollout, next(scores))
             else:
-                error = sequence
-            scored = with_score(reward, score, error, cfg)
-            found.append(dataclasses.replace(scored, step_rewards=steps))
+                score = ResponseScore(error=sequence)
+            found.append(with_score(reward, score, cfg))
         return found
 
-    def _read(
-        self, rollout: Rollout, scores: np.ndarray
-    ) -> tuple[tuple[tuple[int, float], ...], float, str]:
-        """(rewards of steps as Reward.step_rewards, score, error) of a response."""
-        kind = self.scorer.cfg.reward_model.step_reward
+    def _read(self, rollout: Rollout, scores: np.ndarray) -> ResponseScore:
+        """The score of a response from the outputs of the model, [places] or [1, labels]."""
+        cfg = self.scorer.cfg.reward_model
         if not np.isfinite(scores).all():
-            return (), 0.0, f"the score is {scores[~np.isfinite(scores)][0]}"
-        if not kind:
-            return (), float(scores[0]), ""
+            return ResponseScore(error=f"the score is {scores[~np.isfinite(scores)][0]}")
+        if self.labels:
+            return weighted_score(scores.reshape(-1), self.labels, cfg.label_weights)
+        if not cfg.step_reward:
+            return ResponseScore(float(scores[0]))
         right = probabilities(scores)
-        score = STEP_SCORES[kind](right)
+        score = STEP_SCORES[cfg.step_reward](right)
         if self._policy_steps is None:
-            return (), score, ""
+            return ResponseScore(score)
         ends = self._policy_steps.ends(rollout.tokens)
         if len(ends) != len(right):
             reason = (
@@ -101,9 +110,9 @@ class RewardModel:
                 "template; set reward_model.chat_template to one that renders all of its text, or "
                 "reward_model.step_reward='min'"
             )
-            return (), 0.0, reason
+            return ResponseScore(error=reason)
         pairs = zip(ends, right.tolist(), strict=True)
-        return tuple((end + 1, reward) for end, reward in pairs), score, ""
+        return ResponseScore(score, steps=tuple((end + 1, reward) for end, reward in pairs))
 
     def _sequence(self, rollout: Rollout) -> TrainingSample | str:
         """The conversation as tokens of the reward model, or an error message.
@@ -156,7 +165,8 @@ def open_reward_model(
     """Loads the model of config.reward_model from `folder` to the devices of the current mesh.
 
     `policy_renderer` is as in `RewardModel`. Raises ValueError if it is not a sequence classifier
-    with one label, or if its layout is invalid.
+    without a bias, if reward_model.label_weights are not those of its labels, or if its layout is
+    invalid.
     """
     tensors = find_tensors(folder)
     if SCORE not in tensors:
@@ -165,15 +175,10 @@ def open_reward_model(
             "config.reward_model.path to a reward model, or train one with "
             "python -m jaxrl.reward_model"
         )
-    if (n_labels := tensors[SCORE].shape[0]) != 1 or SCORE_BIAS in tensors:
-        bias = f" and a {SCORE_BIAS}" if SCORE_BIAS in tensors else ""
-        raise ValueError(
-            f"config.reward_model.path={str(folder)!r} has a classifier of {n_labels} labels{bias};"
-            " set it to one of 1 label without a bias. Of a head of two logits (TRL's process "
-            "reward models) that is the difference of its rows, if its biases are equal"
-        )
+    backbone = classifier_config(folder)
+    check_labels(cfg, folder, backbone.labels, has_bias=SCORE_BIAS in tensors)
     tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
-    scorer, decoder = reward_model_scorer(cfg, model_config(folder), dtype)
+    scorer, decoder = reward_model_scorer(cfg, backbone, dtype)
     check_tokenizer(tokenizer, decoder.V)
     renderer = ChatRenderer(
         tokenizer,
@@ -186,6 +191,37 @@ def open_reward_model(
         if "reward_model" in cfg.learner.offload:
             params = to_host(params)
     return RewardModel(scorer, params, renderer, stop_ids(folder, tokenizer), policy_renderer)
+
+
+def check_labels(cfg: RunConfig, folder: Path, labels: Sequence[str], *, has_bias: bool) -> None:
+    """Raises ValueError for a bias, or if reward_model.label_weights do not fit the labels."""
+    head = f"config.reward_model.path={str(folder)!r} has a classifier of {len(labels)} labels"
+    if has_bias:
+        raise ValueError(
+            f"{head} and a {SCORE_BIAS}; set it to one without a bias. Of a head of two logits "
+            "(TRL's process reward models) that is one label with the difference of its rows, if "
+            "its biases are equal"
+        )
+    model = cfg.reward_model
+    if model.step_reward and len(labels) > 1:
+        raise ValueError(
+            f"{head}, and config.reward_model.step_reward={model.step_reward!r} reads one label at "
+            "each step; set a process reward model of one label"
+        )
+    if len(model.label_weights or (1.0,)) != len(labels):
+        raise ValueError(
+            f"{head} ({', '.join(labels)}), but config.reward_model.label_weights="
+            f"{model.label_weights} has {len(model.label_weights)} weights; give one weight for "
+            f"each label in this order, for example {(1.0,) + (0.0,) * (len(labels) - 1)}"
+        )
+
+
+def weighted_score(
+    outputs: np.ndarray, labels: Sequence[str], weights: Sequence[float]
+) -> ResponseScore:
+    """Σ_k w_k s_k of the outputs s [K] of K labels."""
+    value = float(np.asarray(weights, np.float64) @ outputs.astype(np.float64))
+    return ResponseScore(value, labels=dict(zip(labels, outputs.tolist(), strict=True)))
 
 
 def scored_sequence(
@@ -207,13 +243,21 @@ def scored_sequence(
     )
 
 
+def to_sequence(item: Demonstration) -> TrainingSample:
+    """Prompt and completion as one sequence, scored at its last token."""
+    return scored_sequence(np.concatenate([item.prompt_tokens, item.tokens]), item.id)
+
+
 def sequence_scores(
     scorer: ValueScorer,
     params: Decoder,
     sequences: Sequence[TrainingSample],
     on_batch: Callable[[], None] = lambda: None,
 ) -> list[np.ndarray]:
-    """Scores of samples made by `scored_sequence`, float32 [number of places] each."""
+    """Scores of samples made by `scored_sequence`, float32 [number of places] each.
+
+    [number of places, K] if the model has K > 1 labels.
+    """
     packed = pack_samples(sequences, scorer.cfg, scorer.n_ranks)
     found = gather(scorer.values(params, packed, on_batch), packed)
     return [
@@ -228,15 +272,17 @@ def last_scores(
     sequences: Sequence[TrainingSample],
     on_batch: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """Scores of samples made by `scored_sequence` at their last token, float32 [N]."""
+    """Scores of samples made by `scored_sequence` at their last token, float32 [N] or [N, K]."""
     found = sequence_scores(scorer, params, sequences, on_batch)
     return np.array([scores[-1] for scores in found], np.float32)
 
 
-def with_score(reward: Reward, score: float, error: str, cfg: RunConfig) -> Reward:
+def with_score(reward: Reward, score: ResponseScore, cfg: RunConfig) -> Reward:
     """The reward with the score of the reward model added, or with its error."""
-    if error:
-        errors = [*filter(None, [reward.error]), f"{PART}: {error}"]
+    if score.error:
+        errors = [*filter(None, [reward.error]), f"{PART}: {score.error}"]
         return dataclasses.replace(reward, value=cfg.reward.error_value, error="; ".join(errors))
-    value = reward.value if reward.error else reward.value + cfg.reward_model.weight * score
-    return dataclasses.replace(reward, value=value, parts=reward.parts | {PART: score})
+    value = reward.value if reward.error else reward.value + cfg.reward_model.weight * score.value
+    parts = reward.parts | {PART: score.value}
+    parts |= {f"{PART}/{label}": output for label, output in score.labels.items()}
+    return dataclasses.replace(reward, value=value, parts=parts, step_rewards=score.steps)

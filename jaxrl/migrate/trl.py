@@ -41,6 +41,7 @@ PROGRAMS = {  # command or script, and the module of jaxrl
     "orpo": "jaxrl.dpo",
     "reward": "jaxrl.reward_model",
     "reward_modeling": "jaxrl.reward_model",
+    "prm": "jaxrl.reward_model",
 }
 REASONS: Reasons = (
     (r"logging_.*|disable_tqdm|log_level|logging_first_step|push_to_hub|eval_on_start", UNNEEDED,
@@ -422,6 +423,8 @@ def offline(found: Migration, kind: str) -> None:
             found.note(DIFFERS, "assistant_only_loss", "only the assistant's turns are trained on")
     elif kind == "reward":
         found.carry("center_rewards_coefficient", "preference.center_coef", float)
+    elif kind == "prm":
+        trl_preferences.process_rewards(found)
     else:
         found.carry("beta", "preference.beta")
         trl_preferences.TRAINERS[kind](found)

@@ -47,6 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "orpo": {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
     "reward": {"learning_rate": 1e-4, "max_length": 1024},
+    "prm": {"learning_rate": 1e-5, "max_length": 1024, "step_separator": "\n"},
 }
 RENAMED = {
     "model_name_or_path": "model.path",

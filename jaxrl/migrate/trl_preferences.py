@@ -1,4 +1,4 @@
-"""The preference losses of TRL's trainers, and the keys here."""
+"""The losses of TRL's trainers of preferences and of process reward models, and the keys here."""
 
 from jaxrl.config.choices import LABELLED_LOSSES
 from jaxrl.migrate.migration import DIFFERS, Migration, listed
@@ -72,6 +72,27 @@ def orpo(found: Migration) -> None:
     found.config["preference.loss"] = "orpo"
     found.note(
         DIFFERS, "ORPOTrainer", "the likelihood of TRL's ORPO includes prompts, that here does not"
+    )
+
+
+def process_rewards(found: Migration) -> None:
+    """Labels of steps. TRL's head has two logits, whose difference is the score here."""
+    found.config["reward_model.objective"] = "steps"
+    found.carry("step_separator", "reward_model.step_separator", str)
+    found.refuse_unless(
+        "train_on_last_step_only",
+        False,
+        "every step with a label is trained on; keep only the last step's label in the data, with "
+        "the steps before it in the prompt",
+    )
+    for name in ("max_prompt_length", "max_completion_length"):
+        if found.get(name) is not None:
+            reason = "max_length is the limit of prompt and steps; longer rows are not truncated"
+            found.note(DIFFERS, name, reason)
+    found.note(
+        DIFFERS,
+        "step_separator",
+        "the chat template is rendered here, and no separator follows the last step",
     )
 
 

@@ -16,6 +16,7 @@ CONFIGS = {
     "CPOConfig": "cpo",
     "ORPOConfig": "orpo",
     "RewardConfig": "reward",
+    "PRMConfig": "prm",
 }
 MODEL_CONFIGS = ("ModelConfig", "LoraConfig", "ScriptArguments")
 LORA_NAMES = {"r": "lora_r", "target_modules": "lora_target_modules"}

@@ -291,24 +291,19 @@ def kl(found: Migration) -> None:
 
 
 def distillation(found: Migration) -> None:
-    """On-policy distillation from one teacher by its log ratio as the only reward."""
+    """On-policy distillation by the log ratio to a teacher as the only reward."""
     if not found.get(DISTILLATION + "enabled", False):
         return
-    models = DISTILLATION + "teacher_models."
-    paths = [n for n in found.settings.values if n.startswith(models) and n.endswith(".model_path")]
-    teachers = {found.get(name) for name in paths}
+    teachers = distillation_teachers(found)
     section = DISTILLATION + "distillation_loss."
     mode = found.get(section + "loss_mode")
     only_teacher = found.get(section + "use_task_rewards", True) is False
-    if (
-        len(teachers) == 1
-        and mode == "k1"
-        and only_teacher
-        and found.get(section + "use_policy_gradient")
-    ):
+    if teachers and mode == "k1" and only_teacher and found.get(section + "use_policy_gradient"):
+        (_, first), *more = teachers
         found.config |= {
             "algorithm.advantage": "distill",
-            "algorithm.teacher": str(teachers.pop()),
+            "algorithm.teacher": first,
+            "algorithm.more_teachers": tuple(f"{path}?source={key}" for key, path in more),
             "algorithm.kl": "k1",
             "algorithm.kl_in": "reward",
             "algorithm.kl_coef": 1.0,
@@ -320,10 +315,35 @@ def distillation(found: Migration) -> None:
     found.refuse(
         DISTILLATION + "enabled",
         f"loss_mode={mode} with {len(teachers)} teacher{'s' * (len(teachers) != 1)} and "
-        f"use_task_rewards={not only_teacher}: jaxrl distills from one teacher, by policy gradient "
-        "of k1 and without other rewards (algorithm.advantage=distill)",
+        f"use_task_rewards={not only_teacher}: jaxrl distills by policy gradient of k1 and without "
+        "other rewards (algorithm.advantage=distill)",
         "algorithm.advantage",
     )
+
+
+def distillation_teachers(found: Migration) -> list[tuple[str, str]]:
+    """(key, path) of the teachers, by the data_source of their rows; refuses other keys."""
+    models = DISTILLATION + "teacher_models."
+    names = [n.removesuffix(".model_path") for n in found.settings.values if n.startswith(models)]
+    names = [name for name in dict.fromkeys(names) if found.given(f"{name}.model_path")]
+    teachers = [(str(found.get(f"{n}.key", "")), str(found.get(f"{n}.model_path"))) for n in names]
+    column = found.get(DISTILLATION + "teacher_key", "data_source")
+    if len(teachers) == 1:
+        return teachers
+    if column != "data_source" or not all(key for key, _ in teachers):
+        found.refuse(
+            DISTILLATION + "teacher_key",
+            f"several teachers are chosen by data_source, and each needs a key; given are "
+            f"{column} and {teachers}",
+            "algorithm.more_teachers",
+        )
+    elif teachers:
+        found.note(
+            DIFFERS,
+            f"{names[0]}.key",
+            "this teacher reads all rows whose data_source is the key of no other",
+        )
+    return teachers
 
 
 def sampling(found: Migration) -> None:

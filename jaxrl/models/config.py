@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
+from jaxrl.config.choices import ONE_LABEL
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.attention_spec import AttentionSpec
@@ -270,7 +271,8 @@ class DecoderConfig:
     final_unit_offset: bool | None = None  # unit_offset of the final norm, if it differs
     post_norm_eps: float | None = None  # of norms after the mixer and the ffn, if it differs
     embed_norm: bool = False  # the embedding is normalized, without weights
-    heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number per token
+    heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": values or labels per token
+    labels: tuple[str, ...] = ONE_LABEL  # names of the outputs of the head "score"
     tied: bool = False  # the unembedding is the embedding
     logit_softcap: float | None = None
     logit_scale: float = 1.0  # of the input of the heads

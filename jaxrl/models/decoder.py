@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
         tower = None if cfg.tower is None else Tower(dataclasses.replace(cfg.tower, lora=cfg.lora))
         self.tower = nnx.data(tower)
         self.score = nnx.data(
-            top("score.weight", (1, cfg.D), (None, "w_embed"), init="zeros")
+            top("score.weight", (len(cfg.labels), cfg.D), (None, "w_embed"), init="zeros")
             if "score" in cfg.heads
             else None
         )
@@ -181,8 +181,8 @@ class Decoder(nnx.Module):
         adapter = self.lora["lm_head"]
         return None if adapter is None else (adapter.low(hidden, rules), adapter.b)
 
-    def scores(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T"]:
-        """One float32 number per token, from the head "score"."""
+    def scores(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T ..."]:
+        """float32 [B, T] from the head "score", or [B, T, K] if it has several labels."""
         if self.score is None:
             raise ValueError(
                 f"this {self.cfg.family} model has the heads {self.cfg.heads} and so no scores; "
@@ -190,7 +190,8 @@ class Decoder(nnx.Module):
             )
         w = gather_matrix(self.score, rules, (None, "w_embed"), 1)
         out = rules.spec("batch", "time", None)
-        return matmul(hidden, w, out_sharding=out, dtype=jnp.float32)[..., 0]
+        found = matmul(hidden, w, out_sharding=out, dtype=jnp.float32)
+        return found if len(self.cfg.labels) > 1 else found[..., 0]
 
 
 @functools.cache

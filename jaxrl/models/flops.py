@@ -19,7 +19,7 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     Training takes three times as much: recomputation is not useful work.
     """
     n = np.asarray(lens, np.float64)
-    weights = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
+    weights = sum({"vocab": cfg.V, "score": len(cfg.labels)}[head] for head in cfg.heads) * cfg.D
     products = 0.0  # between tokens
     for layer in cfg.layers:
         mixer, ffn = layer.mixer, layer.ffn

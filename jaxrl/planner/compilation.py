@@ -67,8 +67,10 @@ def compile_programs(
     on_start: Callable[[str], None] = lambda name: None,
     known: Mapping[str, Program] = MappingProxyType({}),
 ) -> dict[str, Program]:
-    """Compiles all programs for `machine`; `reference` reuses `score` if both exist and are equal.
+    """Compiles all programs for `machine`; `reference` reuses `score` if both give logprobs.
 
+    The policy's adapters and the experts that it records, which a reference does not have, then
+    count in its program too.
     `known` are the programs of the same run with another `learner.xla`; those that do not read it
     are reused.
 
@@ -85,7 +87,9 @@ def compile_programs(
         if program.row is None and name in known:
             compiled[name] = known[name]
             continue
-        same_as_score = cfg.ref == cfg.score and not cfg.algorithm.teacher
+        algorithm = cfg.algorithm
+        differs = algorithm.teacher or algorithm.kl_top_k  # another model, or ids and logprobs
+        same_as_score = cfg.ref == cfg.score and not differs
         if name == "reference" and "score" in compiled and same_as_score:
             compiled[name] = dataclasses.replace(
                 compiled["score"], compile_s=0.0, counted_state=program.counted_state

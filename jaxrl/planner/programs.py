@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl.config.choices import ONE_LABEL
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.teachers import model_teachers
 from jaxrl.engine.device.kv_pool import NO_PAGES, PoolBytes
@@ -87,6 +88,11 @@ class OfflineWorkload:
     scores_policy: bool
     has_reference: bool
     heads: tuple[str, ...] = ("vocab",)  # of the trained model
+    labels: tuple[str, ...] = ONE_LABEL  # of its head "score"
+
+    def trained(self, decoder: DecoderConfig) -> DecoderConfig:
+        """The decoder with the heads that are trained."""
+        return dataclasses.replace(decoder, heads=self.heads, labels=self.labels)
 
 
 class PlannedProgram(NamedTuple):
@@ -164,7 +170,7 @@ def run_programs(
     if workload is None:
         cfg, _ = with_router_replay(cfg, decoder, target_platform())
     else:
-        decoder = dataclasses.replace(decoder, heads=workload.heads)
+        decoder = workload.trained(decoder)
     models, layouts = _models(cfg, decoder, roles, dtype, workload, tower)
     params = models.state.params
     rows = training_programs(models)

@@ -38,6 +38,17 @@ class Counts:
     reason: str = ""  # of the last failure
 
 
+def total_counts(counts: Sequence[Counts]) -> Counts:
+    """The counts of several processes together."""
+    reasons = [one.reason for one in counts if one.reason]
+    return Counts(
+        requests=sum(one.requests for one in counts),
+        cached=sum(one.cached for one in counts),
+        failed=sum(one.failed for one in counts),
+        reason=reasons[-1] if reasons else "",
+    )
+
+
 class TeacherEndpoint:
     """Scores of one server's model."""
 
@@ -65,6 +76,15 @@ class TeacherEndpoint:
                 f"{self._key}: {error}; start the server before the run, and set its base URL, "
                 "such as 'http://host:8000/v1'"
             ) from error
+
+    @property
+    def found(self) -> tuple[str, str]:
+        """(the name of the model, the form of requests), as `open` found them."""
+        return self._model, self._form
+
+    def reopen(self, found: tuple[str, str]) -> None:
+        """Takes over what `open` found in another process."""
+        self._model, self._form = found
 
     def read(self, samples: Sequence[TrainingSample]) -> tuple[list[GivenScores | None], Counts]:
         """(the scores of each response, None where the server failed; counts).

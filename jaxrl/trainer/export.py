@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxrl.checkpoint.checkpointer import find_step
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.checkpoint.saved_arrays import SavedArrays
+from jaxrl.config.choices import ONE_LABEL
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.saved import read_run_config
 from jaxrl.data.chat.encoding import ChatRenderer
@@ -84,7 +85,10 @@ def export_checkpoint(
     arrays = SavedArrays(directory, number)
     source = _source(cfg, policy, part, arrays.shapes)
     stacked = not any(name.startswith(f"{source.prefix}layers/0/") for name in arrays.shapes)
-    decoder = dataclasses.replace(folder_config(source.folder), heads=source.heads, stacked=stacked)
+    labels = cfg.reward_model.labels if part != "critic" else ONE_LABEL
+    decoder = dataclasses.replace(
+        folder_config(source.folder), heads=source.heads, labels=labels, stacked=stacked
+    )
     if not source.prefix.startswith("critic/"):
         freeze = cfg.model.freeze_vision
         tower = None if freeze == "all" else known_tower(source.folder)
@@ -149,7 +153,7 @@ def _stored_adapter(
             tensors[name] = Tensor(name, dtypes[path], spec.hf_shape, read)
     assert decoder.lora is not None
     dtype = next(iter(dtypes.values()))
-    return StoredAdapter(decoder.lora, tensors, decoder.tower, dtype)
+    return StoredAdapter(decoder.lora, tensors, decoder.tower, dtype, decoder.labels)
 
 
 def language_model_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> SaveSettings:

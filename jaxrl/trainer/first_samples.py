@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Labelled, Pair
+from jaxrl.data.ratings import RatedAnswer
 from jaxrl.data.steps import LabelledSteps
 from jaxrl.tracking.first_samples import with_brackets, write_first_samples
 from jaxrl.tracking.logger import warn
@@ -12,7 +13,7 @@ from jaxrl.trainer.core import Core
 from jaxrl.types import Demonstration, Rollout, TrainingSample
 from sharding.hosts import is_main_process
 
-OfflineItem = Demonstration | Pair | Labelled | LabelledSteps
+OfflineItem = Demonstration | Pair | Labelled | LabelledSteps | RatedAnswer
 N_WRITTEN = 8  # sequences in first_samples.jsonl
 
 
@@ -41,7 +42,7 @@ def show_first_samples(core: Core, items: Sequence[Rollout | OfflineItem]) -> No
 def _sequences(item: Rollout | OfflineItem) -> list[TrainingSample]:
     if isinstance(item, Pair):
         return [to_sample(item.chosen), to_sample(item.rejected)]
-    if isinstance(item, Labelled | LabelledSteps):
+    if isinstance(item, Labelled | LabelledSteps | RatedAnswer):
         return [to_sample(item.completion)]
     if isinstance(item, Demonstration):
         return [to_sample(item)]

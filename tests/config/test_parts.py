@@ -31,6 +31,12 @@ def test_a_part_is_its_tokens_and_options():
     one = AlgorithmConfig(parts=("observations?source=math",))
     assert part_of(one, "observations", "other") is None
     assert part_of(both, "demonstrations", "math") is None
+    roles = AlgorithmConfig(parts=("observations?role=tool", "observations?source=math&role=tool"))
+    assert part_of(roles, "observations", "math", "tool") == 1
+    assert part_of(roles, "observations", "other", "tool") == 0
+    assert part_of(roles, "observations", "math", "user") is None
+    names = [part.name for part in parse_parts(roles.parts)]
+    assert names == ["observations/role_tool", "observations/math/role_tool"]
 
 
 def test_a_weight_moves_linearly_to_its_final_value():
@@ -90,6 +96,14 @@ TERM_ERRORS = {
         dict(entropy_coef=0.1),
         "set algorithm.entropy_coef=0.0",
     ),
+    "a target of the KL": (TERMS, dict(kl_target=0.1), "set algorithm.kl_target=0.0"),
+    "a target of the entropy": (
+        TERMS,
+        dict(entropy_target=0.3),
+        "set algorithm.entropy_target=0.0",
+    ),
+    "a role of sampled tokens": (("policy?role=tool",), {}, "leave out role=tool"),
+    "an unknown role": (("observations?role=assistant",), {}, "tool | user | system"),
     "a KL in the reward": (TERMS, dict(kl_in="reward"), "set algorithm.kl_in='loss'"),
     "two references": (("kl", "distillation"), {}, "one reference"),
     "no distributions": (("distillation",), {}, "an estimate from sampled tokens"),

@@ -58,3 +58,17 @@ def test_an_unknown_source_is_an_error():
     unknown = dataclasses.replace(AlgorithmConfig(), old_logp="engine")
     with pytest.raises(ValueError, match="'engine' is not known"):
         needs.ratio_source(dataclasses.replace(cfg(), algorithm=unknown))
+
+
+@pytest.mark.parametrize(
+    ("teachers", "on_devices"),
+    [
+        (dict(), True),
+        (dict(teacher="m"), True),
+        (dict(teacher="http://h/v1"), False),
+        (dict(teacher="http://h/v1", more_teachers=("m?source=a",)), True),
+    ],
+)
+def test_likely_ids_of_servers_need_no_reference_on_the_devices(teachers, on_devices):
+    keys = dict(advantage="distill", kl="jsd", kl_coef=1.0, kl_top_k=4)
+    assert needs.needs_ref_scores(cfg(**keys, **teachers)) == on_devices

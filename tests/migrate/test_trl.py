@@ -161,6 +161,14 @@ def test_reward_functions_and_unknown_losses_are_refused():
             "preference.center_coef",
             0.01,
         ),
+        ("prm", "jaxrl.reward_model", "max_length: 64", "reward_model.objective", "steps"),
+        (
+            "prm",
+            "jaxrl.reward_model",
+            'step_separator: "\\n\\n"',
+            "reward_model.step_separator",
+            "\n\n",
+        ),
         ("kto", "jaxrl.dpo", "desirable_weight: 2.0", "preference.chosen_weight", 2.0),
         ("reward", "jaxrl.reward_model", "learning_rate: 1e-5", "learner.lr", 1e-5),
         ("rloo", "jaxrl.train", "beta: 0.1", "algorithm.kl_in", "reward"),
@@ -170,6 +178,18 @@ def test_every_trainer_is_known(kind, module, text, key, value):
     found = migrate(kind, text + "\n")
     assert found.program == module and found.config[key] == value and not refused(found)
     assert check(found.config | {"reward.functions": ("math",)}, None, 1)[0] == []
+
+
+def test_process_reward_models_of_trl_are_translated_or_named():
+    found = migrate("prm", "max_length: 64\nmax_completion_length: 32\n")
+    config = found.config
+    assert config["data.max_prompt_len"] + config["data.max_response_len"] == 64
+    assert (config["reward_model.step_separator"], config["learner.lr"]) == ("\n", 1e-5)
+    assert any("max_completion_length" in n.setting for n in found.notes) and not refused(found)
+    last = migrate("prm", "train_on_last_step_only: true\n")
+    assert refused(last) == ["train_on_last_step_only=True"]
+    _, kind = script("args = PRMConfig(step_separator='#')\n")
+    assert kind == "prm"
 
 
 def test_the_literal_arguments_of_a_script_are_read():
@@ -206,6 +226,7 @@ def test_a_script_that_reads_its_arguments_from_the_command_line_says_so():
         ("trl grpo --model_name_or_path m --learning_rate 1e-5", "grpo"),
         ("accelerate launch --num_processes 4 trl/scripts/sft.py --learning_rate 1e-5", "sft"),
         ("trl dpo --config c.yaml --learning_rate 1e-5", "dpo"),
+        ("python examples/scripts/prm.py --learning_rate 1e-5", "prm"),
         ("python examples/reward_modeling.py --learning_rate 1e-5", "reward"),
     ],
 )

@@ -537,6 +537,31 @@ def test_distillation_from_one_teacher_is_translated():
     assert check(found.config, None, 1)[0] == [] and not notes(found, REFUSED)
 
 
+def test_several_teachers_are_further_ones_by_their_keys():
+    section, models = "distillation.", "distillation.teacher_models."
+    given = NEEDED | {
+        section + "enabled": True,
+        section + "teacher_key": "data_source",
+        models + "gsm8k.key": "openai/gsm8k",
+        models + "gsm8k.model_path": "me/small",
+        models + "math.key": "me/math",
+        models + "math.model_path": "me/large",
+        section + "distillation_loss.loss_mode": "k1",
+        section + "distillation_loss.use_task_rewards": False,
+        section + "distillation_loss.use_policy_gradient": True,
+        "algorithm.adv_estimator": "grpo",
+    }
+    found = migrate(given)
+    assert found.config["algorithm.teacher"] == "me/small"
+    assert found.config["algorithm.more_teachers"] == ("me/large?source=me/math",)
+    assert models + "gsm8k.key" in notes(found, "differs")
+    assert check(found.config, None, 1)[0] == [] and not notes(found, REFUSED)
+    by_column = migrate(given | {section + "teacher_key": "ability"})
+    assert section + "teacher_key" in notes(by_column, REFUSED)
+    del given[models + "math.key"]
+    assert section + "teacher_key" in notes(migrate(given), REFUSED)
+
+
 def test_arguments_of_a_reward_function_become_its_options():
     section = "custom_reward_function."
     given = {section + "path": "mine.py", section + "reward_kwargs.scale": 2.0}

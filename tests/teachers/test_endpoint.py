@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl.config.keys import TeacherEndpointConfig
 from jaxrl.config.teachers import read_teacher
 from jaxrl.teachers import server as server_module
-from jaxrl.teachers.endpoint import TeacherEndpoint
+from jaxrl.teachers.endpoint import Counts, TeacherEndpoint, total_counts
 from jaxrl.types import TrainingSample
 from tests.teachers.fake_server import FakeServer, log_softmax
 
@@ -181,3 +181,8 @@ def test_an_api_key_must_be_in_the_environment(serve, monkeypatch):
     monkeypatch.delenv("TEACHER_KEY", raising=False)
     with pytest.raises(ValueError, match=r"api_key_env='TEACHER_KEY' is not in the environment"):
         endpoint_of(serve(), dataclasses.replace(QUICK, api_key_env="TEACHER_KEY"))
+
+
+def test_the_counts_of_processes_are_summed():
+    counts = [Counts(3, 1, 1, "refused"), Counts(2, 0, 0)]
+    assert total_counts(counts) == Counts(5, 1, 1, "refused")

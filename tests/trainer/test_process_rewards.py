@@ -13,9 +13,7 @@ import pytest
 from jaxrl import reward_model
 from jaxrl.config.keys import RewardConfig, RewardModelConfig, RunConfig
 from jaxrl.config.resolve import check_only_offline, default_config, resolve
-from jaxrl.data.packing import pack
 from jaxrl.data.steps import LabelledSteps
-from jaxrl.learner.loss import loss_sums, value_objective
 from jaxrl.learner.reward_model import (
     STEP_SCORES,
     open_reward_model,
@@ -35,7 +33,13 @@ from jaxrl.types import Demonstration, Prompt, Reward, Rollout, ScoredRollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
 from tests.trainer.conftest import perturbed
-from tests.trainer.test_reward_models import assert_close, metrics, tiny_scorer, weights, write
+from tests.trainer.test_reward_models import (
+    assert_gradient,
+    assert_layouts_train_alike,
+    metrics,
+    tiny_scorer,
+    write,
+)
 
 __all__ = ["tiny_scorer"]
 
@@ -111,14 +115,6 @@ def test_the_gradient_equals_that_of_the_mean_cross_entropy_of_steps(step_config
         moved = perturbed(run.core.state.params)
         run.core.state = dataclasses.replace(run.core.state, params=moved)
         samples, found = make_samples(run, items)
-        packed = pack(samples, shapes=cfg.learner.shapes, align=64, n_ranks=1)
-        batches = [run.core.learner.update.put(p.batch) for p in packed]
-
-        def ours(params):
-            sums = [
-                loss_sums(value_objective, params, None, b, cfg=cfg, rules=TRAIN) for b in batches
-            ]
-            return sum(loss for loss, _ in sums) / sum(s.weight for _, s in sums)
 
         def direct(params):
             losses = []
@@ -136,30 +132,13 @@ def test_the_gradient_equals_that_of_the_mean_cross_entropy_of_steps(step_config
                 losses.append(-(y * jnp.log(right) + (1 - y) * jnp.log(1 - right)))
             return jnp.concatenate(losses).mean()
 
-        loss, want = jax.jit(jax.value_and_grad(direct))(moved)
-        got = jax.jit(jax.grad(ours))(moved)
-        assert found["steps/loss"] == pytest.approx(float(loss), rel=1e-5)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        loss = assert_gradient(run, samples, moved, direct)
+        assert found["steps/loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.thorough
 def test_packing_and_mesh_do_not_change_the_trained_weights(step_config, tmp_path):
-    config = step_config
-    config.total_steps, config.learner.eps, config.data.val = 2, 1e-4, ()
-    assert reward_model.train(resolve(config))
-    reference = weights(config.run_dir)
-
-    config.run_dir = str(tmp_path / "packed")
-    config.learner.token_budget, config.learner.segment_align = 144, 8
-    assert reward_model.train(resolve(config))
-    assert_close(weights(config.run_dir), reference)
-
-    config.run_dir = str(tmp_path / "mesh")
-    config.learner.token_budget, config.learner.segment_align = 256, 64
-    config.mesh.fsdp = config.mesh.tensor = 2
-    assert reward_model.train(resolve(config))
-    assert_close(weights(config.run_dir), reference)
+    assert_layouts_train_alike(step_config, tmp_path)
 
 
 def test_the_probabilities_of_steps_are_reduced_to_one_score():

@@ -2,7 +2,8 @@
 
 from jaxrl.config.choices import FULL_KLS, MAX_PARTS, PART_AGGREGATIONS
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.parts import Part, names_given, read_part, read_source_parts
+from jaxrl.config.parts import WEIGHT_KEYS, Part, names_given, read_part, read_source_parts
+from jaxrl.config.schema import flatten, to_dict
 
 
 def part_errors(run: RunConfig) -> list[str]:
@@ -107,27 +108,14 @@ def _denominator_errors(parts: list[Part], run: RunConfig) -> list[str]:
 def _key_errors(run: RunConfig) -> list[str]:
     """A term has its weight from its part, or from its key."""
     algorithm, kinds = run.algorithm, run.algorithm.part_kinds
-    keys = {
-        "kl": {"kl_coef": algorithm.kl_coef},
-        "distillation": {"kl_coef": algorithm.kl_coef},
-        "entropy": {
-            "entropy_coef": algorithm.entropy_coef,
-            "entropy_target": algorithm.entropy_target,
-        },
-    }
+    values = flatten(to_dict(run))
     errors = [
-        f"algorithm.{name}={value} and a part {kind!r} in algorithm.parts={algorithm.parts} both "
-        f"weight one term; set algorithm.{name}=0.0, or leave the part out"
-        for kind, values in keys.items()
-        for name, value in values.items()
-        if kind in kinds and value
+        f"{name}={values[name]} and a part {kind!r} in algorithm.parts={algorithm.parts} both "
+        f"weight one term; set {name}=0.0, or leave the part out"
+        for kind, names in WEIGHT_KEYS.items()
+        for name in names
+        if kind in kinds and values[name]
     ]
-    if "router" in kinds and run.learner.router_aux_coef:
-        errors.append(
-            f"learner.router_aux_coef={run.learner.router_aux_coef} and a part 'router' in "
-            f"algorithm.parts={algorithm.parts} both weight one term; set "
-            "learner.router_aux_coef=0.0, or leave the part out"
-        )
     named = sorted(kinds & {"kl", "distillation"})
     if named and algorithm.kl_in != "loss":
         errors.append(

@@ -76,8 +76,19 @@ def _model_errors(run: RunConfig) -> list[str]:
     model, default = run.reward_model, RewardModelConfig()
     if not model.step_separator:
         return ["reward_model.step_separator is empty; set what ends a step, such as '\\n'"]
+    if bool(model.attributes) != (model.objective == "attributes"):
+        return [
+            f"reward_model.objective={model.objective!r} with reward_model.attributes="
+            f"{model.attributes}: the objective 'attributes' needs the columns of the ratings, and "
+            "others do not read them; set both, for example to ('helpfulness', 'verbosity'), or "
+            "neither"
+        ]
+    if len(set(model.attributes)) < len(model.attributes):
+        return [f"reward_model.attributes={model.attributes} has a name twice; give each once"]
     if model.objective == "steps" and not model.path:
         model = dataclasses.replace(model, objective="pairs", step_separator=default.step_separator)
+    if model.objective == "attributes" and not model.path:
+        model = dataclasses.replace(model, objective="pairs", attributes=())
     unused = changed_keys("reward_model", model, default)
     if unused and not model.path:
         return [f"{', '.join(unused)} but reward_model.path is empty; set it, or omit these keys"]
@@ -91,6 +102,12 @@ def _model_errors(run: RunConfig) -> list[str]:
 
 def _step_errors(run: RunConfig) -> list[str]:
     """Keys that scores of steps do not work with."""
+    if (model := run.reward_model).step_reward and model.label_weights:
+        return [
+            f"reward_model.label_weights={model.label_weights} with reward_model.step_reward="
+            f"{model.step_reward!r}: steps are scored by a classifier of one label; omit one of "
+            "them"
+        ]
     if run.reward_model.step_reward and run.env.episodes:
         kinds = ", ".join(f"{key}={value!r}" for key, value in run.env.kinds.items() if value)
         return [

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jaxrl.config.choices import (
     IMAGE_ERRORS,
     ON_ERRORS,
+    ONE_LABEL,
     SCORE_OBJECTIVES,
     SPECIAL_TOKENS,
     STEP_REWARDS,
@@ -382,10 +383,15 @@ class RewardModelConfig:
 
     path: str = key(
         "",
-        "Sequence classifier with one label, also a process reward model, in any form that "
-        "model.path accepts; '' = none",
+        "Sequence classifier, also a process reward model, in any form that model.path accepts; "
+        "'' = none",
     )
     weight: float = key(1.0, "Weight of the reward model's score in the total reward")
+    label_weights: tuple[float, ...] = key(
+        (),
+        "Weights of the labels of a classifier of several, in its order: the score is their "
+        "weighted sum; () = it has one label",
+    )
     chat_template: str = key(
         "",
         "Chat template for the conversations that it scores, as data.chat_template; '' = that of "
@@ -394,8 +400,14 @@ class RewardModelConfig:
     objective: str = key(
         "pairs",
         "jaxrl.reward_model: what is learned; pairs = chosen answers score higher than rejected "
-        "ones, steps = the label of each step of an answer (process reward model)",
+        "ones, steps = the label of each step of an answer (process reward model), attributes = "
+        "numbers that rate an answer, such as its helpfulness",
         choices=SCORE_OBJECTIVES,
+    )
+    attributes: tuple[str, ...] = key(
+        (),
+        "Objective attributes: the columns of the ratings, each a label of the classifier; a row "
+        "may have only some of them",
     )
     step_separator: str = key(
         "\n", "Text that ends a step of an answer, for the objective steps and for step_reward"
@@ -414,3 +426,8 @@ class RewardModelConfig:
         ge=0,
     )
     mesh: RoleConfig = dataclasses.field(default_factory=RoleConfig)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the outputs of the trained classifier."""
+        return self.attributes or ONE_LABEL

@@ -9,7 +9,7 @@ from jaxrl.config.schema import key
 class TeacherEndpointConfig:
     timeout_s: float = key(120.0, "Seconds that one request may take", gt=0)
     attempts: int = key(3, "Requests per response until the server answers", ge=1, le=10)
-    concurrency: int = key(32, "Requests in flight to each server", ge=1)
+    concurrency: int = key(32, "Requests in flight to each server, of each process", ge=1)
     max_error_fraction: float = key(
         0.1,
         "Largest fraction of a step's responses that a teacher may fail to read; these are left "

@@ -139,7 +139,9 @@ def open_adapter(folder: Path, decoder: DecoderConfig) -> StoredAdapter:
     lora, infos = adapter_config(folder, decoder), adapter_tensors(folder, decoder)
     check_tensors(decoder_specs(dataclasses.replace(decoder, lora=lora)), infos, folder)
     tensors = {name: stored_tensor(name, info) for name, info in infos.items()}
-    return StoredAdapter(lora, tensors, decoder.tower)
+    n_labels = infos[SCORE].shape[0] if SCORE in infos else 1
+    labels = tuple(f"LABEL_{i}" for i in range(n_labels))
+    return StoredAdapter(lora, tensors, decoder.tower, labels=labels)
 
 
 def with_adapted_tower(folder: Path, decoder: DecoderConfig, source: Path) -> DecoderConfig:
@@ -306,7 +308,8 @@ def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) 
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     shapes = {name: spec.hf_shape for spec in leaves for name in hf_names(spec)}
     wanted = {name: shape for name, shape in shapes.items() if is_adapter(name)}
-    allowed = wanted | {SCORE: (1, specs.cfg.D)}
+    n_labels = tensors[SCORE].shape[0] if SCORE in tensors else 1
+    allowed = wanted | {SCORE: (n_labels, specs.cfg.D)}
     known = sorted(tensors.keys() & allowed.keys())
     errors = {
         "missing": sorted(wanted.keys() - tensors.keys()),

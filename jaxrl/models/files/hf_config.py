@@ -209,21 +209,26 @@ def config_to_hf(cfg: DecoderConfig) -> dict[str, Any]:
 
 
 def classifier_json(cfg: DecoderConfig) -> dict[str, Any]:
-    """Entries that select transformers' one-label classifier, for a model without logits."""
+    """Entries that select transformers' classifier, for a model without logits."""
     if "vocab" in cfg.heads:
         return {}
     (architecture,) = FAMILIES[cfg.family].to_hf(cfg)["architectures"]
     name = architecture.removesuffix("ForCausalLM")
     name = {"Gemma3": "Gemma3Text"}.get(name, name)  # the class "Gemma3..." includes images
-    labels = dict(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    labels = dict(
+        id2label={str(i): label for i, label in enumerate(cfg.labels)},
+        label2id={label: i for i, label in enumerate(cfg.labels)},
+    )
     return dict(architectures=[f"{name}ForSequenceClassification"], **labels)
 
 
 def same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
     """Whether configs differ only in fields that a model's files do not store.
 
-    These are heads, adapters, layer layout, kernels, and whether the vision tower is trained.
+    These are heads and their labels, adapters, layer layout, kernels, and whether the vision tower
+    is trained.
     """
-    names = ("heads", "lora", "base_dtype", "tower", "stacked", "grouped_matmul", "gated_delta")
+    names = ("heads", "labels", "lora", "base_dtype", "tower")
+    names = (*names, "stacked", "grouped_matmul", "gated_delta")
     not_in_files = {name: getattr(b, name) for name in names}
     return dataclasses.replace(a, **not_in_files) == b

@@ -13,9 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from jaxrl.config.choices import ONE_LABEL
+from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
-from jaxrl.models.files.hf_config import folder_config
+from jaxrl.models.files.hf_config import ADVICE, config_path, folder_config
 from jaxrl.models.files.quantized.scheme import folder_scheme
 from jaxrl.models.files.quantized.tensors import FileTensor, QuantizedTensor
 from jaxrl.models.files.safetensors import map_tensor
@@ -46,15 +48,16 @@ def load_model(
     grouped_matmul: str = "auto",
     gated_delta: str = "auto",
     base_dtype: str = "",
+    labels: tuple[str, ...] = ONE_LABEL,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[DecoderConfig, Decoder]:
     """The checkpoint at `path` (anything `resolve_model` accepts) on the current mesh.
 
     Each device's slice is read, cast and transferred separately, so host memory holds about one
-    tensor more than the host's own share. `heads`, `stacked`, `grouped_matmul`, `gated_delta` and
-    `base_dtype` are config fields that files do not store. With a `base_dtype`, each matrix of the
-    layers is quantized as soon as it is on the devices. A language model may be loaded with a
-    "score" head, which is then zero; a sequence classifier with one label has no logits.
+    tensor more than the host's own share. `heads`, `labels`, `stacked`, `grouped_matmul`,
+    `gated_delta` and `base_dtype` are config fields that files do not store. With a `base_dtype`,
+    each matrix of the layers is quantized as soon as it is on the devices. A language model may be
+    loaded with a "score" head, which is then zero; a sequence classifier has no logits.
     `on_progress` receives (bytes read, total bytes).
 
     Raises ValueError, listing the names, for missing, unexpected or misshaped tensors.
@@ -63,6 +66,7 @@ def load_model(
     cfg = dataclasses.replace(
         folder_config(folder),
         heads=heads,
+        labels=labels,
         stacked=stacked,
         grouped_matmul=grouped_matmul,
         gated_delta=gated_delta,
@@ -99,6 +103,19 @@ def load_model(
     return stored_cfg, restrict(model, stored_cfg) if base_dtype else model
 
 
+def classifier_config(folder: Path) -> DecoderConfig:
+    """`model_config` with the labels of a sequence classifier.
+
+    Their names are those of its config.json, or LABEL_0, LABEL_1, ... A folder without a score head
+    has one.
+    """
+    tensors = find_tensors(folder)
+    n = tensors[SCORE].shape[0] if SCORE in tensors else 1
+    names = read_object(config_path(folder), ADVICE).get("id2label") or {}
+    labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(n))
+    return dataclasses.replace(model_config(folder), labels=labels)
+
+
 def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DTypeLike) -> Decoder:
     """`load_model` with the fields that files do not store taken from `decoder`."""
     return load_model(
@@ -110,6 +127,7 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DType
         grouped_matmul=decoder.grouped_matmul,
         gated_delta=decoder.gated_delta,
         base_dtype=decoder.base_dtype,
+        labels=decoder.labels,
     )[1]
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxrl.config.choices import ONE_LABEL
 from jaxrl.json_text import read_object
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
@@ -67,6 +68,7 @@ class StoredAdapter:
     tensors: Mapping[str, Tensor]
     tower: Any = None  # TowerConfig, if layers of a vision tower have adapters too
     dtype: np.dtype | None = None  # of the model that it was trained with; None: that of the base
+    labels: tuple[str, ...] = ONE_LABEL  # of the head
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -120,7 +122,7 @@ def convert_model(
     """
     cfg, settings = folder_config(source), settings or SaveSettings()
     if adapter is not None:
-        cfg = dataclasses.replace(cfg, heads=adapter.heads)
+        cfg = dataclasses.replace(cfg, heads=adapter.heads, labels=adapter.labels)
         cfg = dataclasses.replace(cfg, tower=adapter.tower)
     specs, found = decoder_specs(cfg), find_tensors(source)
     shapes = {name: info.shape for name, info in found.items()}

@@ -1,4 +1,4 @@
-"""Reward modelling: trains scores that rank chosen completions, or of steps with labels."""
+"""Reward modelling: trains scores that rank completions, of steps with labels, or of ratings."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.images.reader import ImageReader
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.preferences import Labelled, Pair, pair_maker
-from jaxrl.learner.reward_model import last_scores, scored_sequence
+from jaxrl.learner.reward_model import last_scores, to_sequence
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.offline import steps
+from jaxrl.trainer.offline import ratings, steps
 from jaxrl.trainer.offline.dpo import completions_of, preference_metrics
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun
-from jaxrl.types import Demonstration, TrainingSample
+from jaxrl.types import TrainingSample
 
 
 def make_samples(
@@ -67,11 +67,6 @@ def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarra
     return loss, scores[: len(pairs)], scores[len(pairs) :]
 
 
-def to_sequence(item: Demonstration) -> TrainingSample:
-    """Prompt and completion as one sequence to score."""
-    return scored_sequence(np.concatenate([item.prompt_tokens, item.tokens]), item.id)
-
-
 def _maker(
     renderer: ChatRenderer, cfg: RunConfig, *, stop: Sequence[int], images: ImageReader | None
 ) -> ItemMaker[Pair | Labelled]:
@@ -110,8 +105,19 @@ STEPS = dataclasses.replace(
     unused_keys=(*PAIRS.unused_keys, "preference"),
     used_keys=lambda cfg: ("reward_model.objective", "reward_model.step_separator"),
 )
+RATINGS = dataclasses.replace(
+    PAIRS,
+    maker=ratings.maker,
+    make_samples=ratings.make_samples,
+    evaluate=ratings.evaluate,
+    workload=lambda cfg: dataclasses.replace(
+        PAIRS.workload(cfg), responses_per_example=1, labels=cfg.reward_model.labels
+    ),
+    unused_keys=(*PAIRS.unused_keys, "preference"),
+    used_keys=lambda cfg: ("reward_model.objective", "reward_model.attributes"),
+)
 
 
 def score_objective(cfg: RunConfig) -> OfflineObjective:
     """The objective of reward_model.objective."""
-    return {"pairs": PAIRS, "steps": STEPS}[cfg.reward_model.objective]
+    return {"pairs": PAIRS, "steps": STEPS, "attributes": RATINGS}[cfg.reward_model.objective]

@@ -27,7 +27,7 @@ from jaxrl.trainer.phases.mini_batches import (
     to_samples,
     with_scores,
 )
-from jaxrl.trainer.phases.parts import given_samples, part_metrics, sampled_parts
+from jaxrl.trainer.phases.parts import given_samples, in_parts, part_metrics
 from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
@@ -79,14 +79,14 @@ def make_experience(
     if baselines is not None:
         baselines = scaled_rewards(baselines, scale, cfg.reward)
     sampled = [
-        sampled_parts(
+        in_parts(
             to_samples(
                 r.rollout,
                 cfg.algorithm,
                 group=i,
                 turn_rewards=turn_rewards(r, scale, cfg),
             ),
-            r.rollout.prompt.source,
+            r.rollout,
             cfg.algorithm,
         )
         for i, group in enumerate(groups)

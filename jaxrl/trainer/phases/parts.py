@@ -9,11 +9,12 @@ from jaxrl.algorithms.losses.aggregation import AGGREGATIONS
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.choices import RESPONSE_PARTS
 from jaxrl.config.keys import AlgorithmConfig
-from jaxrl.config.parts import parse_parts, part_of
+from jaxrl.config.parts import names_roles, parse_parts, part_of
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.image_places import is_text
 from jaxrl.learner.parts import in_part, token_parts
-from jaxrl.types import Batch, Demonstration, TrainingSample
+from jaxrl.trainer.phases.turns import observation_roles
+from jaxrl.types import Batch, Demonstration, Rollout, TrainingSample
 
 
 def sequences_weight(
@@ -38,32 +39,54 @@ def policy_weight(samples: Sequence[TrainingSample], cfg: AlgorithmConfig) -> fl
 
 
 def with_parts(
-    sample: TrainingSample, masks: Mapping[str, np.ndarray], source: str, cfg: AlgorithmConfig
+    sample: TrainingSample,
+    masks: Mapping[tuple[str, str], np.ndarray],
+    source: str,
+    cfg: AlgorithmConfig,
 ) -> TrainingSample:
     """The sample with the response tokens in each mask in their part of the objective, if any.
 
-    `masks` are by the kind of the parts (PART_KINDS), `source` is that of the row.
+    `masks` are by the kind of the parts (PART_KINDS) and the role of an observation, `source` is
+    that of the row.
     """
     found = np.zeros(len(sample.tokens), np.int32)
-    for kind, mask in masks.items():
-        if (part := part_of(cfg, kind, source)) is not None:
+    for (kind, role), mask in masks.items():
+        if (part := part_of(cfg, kind, source, role)) is not None:
             found |= np.where(mask, np.int32(1 << part), np.int32(0))
     return dataclasses.replace(sample, parts=found) if found.any() else sample
 
 
 def sampled_parts(
-    samples: Sequence[TrainingSample], source: str, cfg: AlgorithmConfig
+    samples: Sequence[TrainingSample],
+    source: str,
+    cfg: AlgorithmConfig,
+    roles: Sequence[np.ndarray] = (),
 ) -> list[TrainingSample]:
     """The samples of a rollout with the parts of its tokens, if any are set.
 
-    Tokens of images are in none: the model never writes them.
+    `roles` are the `observation_roles` of each, if parts name them. Tokens of images are in no
+    part: the model never writes them.
     """
 
-    def masks(sample: TrainingSample) -> dict[str, np.ndarray]:
+    def masks(sample: TrainingSample, role: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
         given = ~sample.loss_mask & is_text(sample)
-        return dict.fromkeys(RESPONSE_PARTS, sample.loss_mask) | {"observations": given}
+        found = {(kind, ""): sample.loss_mask for kind in RESPONSE_PARTS}
+        return found | {("observations", str(r)): given & (role == r) for r in np.unique(role)}
 
-    return [with_parts(s, masks(s), source, cfg) for s in samples] if cfg.parts else list(samples)
+    if not cfg.parts:
+        return list(samples)
+    roles = roles or [np.full(len(s.tokens), "") for s in samples]
+    pairs = zip(samples, roles, strict=True)
+    return [with_parts(s, masks(s, role), source, cfg) for s, role in pairs]
+
+
+def in_parts(
+    samples: Sequence[TrainingSample], rollout: Rollout, cfg: AlgorithmConfig
+) -> list[TrainingSample]:
+    """`sampled_parts` of the samples of a rollout, one of each of its first sequences."""
+    sequences = rollout.sequences[: len(samples)] if names_roles(cfg) else ()
+    roles = [observation_roles(sequence) for sequence in sequences]
+    return sampled_parts(samples, rollout.prompt.source, cfg, roles)
 
 
 def given_samples(
@@ -73,7 +96,7 @@ def given_samples(
     return [
         with_parts(
             dataclasses.replace(to_sample(d), loss_mask=np.zeros_like(d.loss_mask)),
-            {"demonstrations": d.loss_mask},
+            {("demonstrations", ""): d.loss_mask},
             d.source,
             cfg,
         )

@@ -14,7 +14,7 @@ from jaxrl.data.packing import Packed, gather, pack_samples
 from jaxrl.learner.requirements import teacher_top_k
 from jaxrl.learner.scorer import Scorer
 from jaxrl.models.decoder import Decoder
-from jaxrl.teachers.endpoint import TeacherEndpoint
+from jaxrl.teachers.endpoint import TeacherEndpoint, total_counts
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.self_distillation import read_by_teacher
 from jaxrl.types import TeacherTokens, TrainingSample
@@ -107,13 +107,11 @@ def read_on_devices(
 def read_at_endpoint(
     core: Core, endpoint: TeacherEndpoint, samples: Sequence[TrainingSample]
 ) -> tuple[list[dict[str, TeacherTokens | np.ndarray | bool]], dict[str, float]]:
-    """(the fields of each sample, counts). The main process sends the requests for all."""
+    """(the fields of each sample, counts). Each process sends the requests for its share."""
     with core.clock.timed("ref"):
-        given = None
         with hosts.raise_together():  # the cache's folder may be full
-            if hosts.is_main_process():
-                given = endpoint.read(samples)
-        scores, counts = hosts.broadcast(given)
+            own, sent = endpoint.read(samples[hosts.local_slice(len(samples))])
+        scores, counts = hosts.gather_items(own), total_counts(hosts.gather(sent))
     settings = core.cfg.teacher_endpoint
     if counts.failed > settings.max_error_fraction * len(samples):
         raise TeacherFailed(

@@ -47,6 +47,20 @@ def token_runs(rollout: Rollout) -> Iterator[TokenRun]:
             yield TokenRun(start, end, False, tuple(others))
 
 
+def observation_roles(rollout: Rollout) -> np.ndarray:
+    """str [response_len]: the role of the messages of each token's observation.
+
+    "" at tokens that the model sampled, and if the messages of an observation have several roles or
+    are not known.
+    """
+    found = np.full(len(rollout.tokens), "", object)
+    for run in token_runs(rollout):
+        roles = {message["role"] for message in run.messages}
+        if not run.sampled and len(roles) == 1:
+            found[run.start : run.end] = roles.pop()
+    return found.astype(str)
+
+
 def anchor_states(rollout: Rollout) -> list[bytes]:
     """A hash of the state that each turn of the model answers, in order.
 

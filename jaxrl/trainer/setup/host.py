@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxrl.config.choices import RESPONSE_PARTS
+from jaxrl.config.choices import OBSERVATION_ROLES, RESPONSE_PARTS
 from jaxrl.config.keys import DataConfig, RunConfig
 from jaxrl.config.parts import parse_parts, parse_source_parts, part_of
 from jaxrl.config.teachers import teachers
@@ -89,6 +89,8 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
         judge = open_judge(session, models)
         rewards = open_rewards(session, models, iterator.items, val, own, judge)
         environments = open_environments(cfg, session.stack, models.images)
+    for endpoint in endpoints.values():
+        endpoint.reopen(hosts.broadcast(endpoint.found))
     host = HostSide(
         session, models, val, iterator, rewards, judge, environments, demonstrations, endpoints
     )
@@ -281,12 +283,13 @@ def check_trained_sources(cfg: RunConfig, sampled: set[str], given: set[str]) ->
                 f"config.algorithm.source_parts={algorithm.source_parts}; add "
                 f"'demonstrations?source={source}', or an entry without a source"
             )
-    kinds = {*RESPONSE_PARTS, "observations"}
+    tokens = [(kind, "") for kind in (*RESPONSE_PARTS, "observations")]
+    tokens += [("observations", role) for role in OBSERVATION_ROLES]
     others = algorithm.kl_coef or algorithm.entropy_coef or algorithm.entropy_target
     if "policy" not in algorithm.part_kinds or others:  # terms of the rows of all sources
         return
     for source in sorted(sampled):
-        if all(part_of(algorithm, kind, source) is None for kind in kinds):
+        if all(part_of(algorithm, kind, source, role) is None for kind, role in tokens):
             raise ValueError(
                 f"config.algorithm.parts={algorithm.parts} with config.algorithm.source_parts="
                 f"{algorithm.source_parts} leaves the rows of data.train with the data_source "

@@ -22,7 +22,7 @@ from jaxrl.models.files.adapter import (
     check_base_copies,
     warn_of_other_base,
 )
-from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.files.hf_load import classifier_config, model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors, frozen_parts
 from jaxrl.models.lora import adapters, check_frozen_parts, frozen_tensors
@@ -55,15 +55,16 @@ class ModelFolders:
     def other_configs(self) -> dict[str, DecoderConfig]:
         """The configs of the models other than the policy, keyed by the planner's role names."""
         folders = {"critic": self.critic, "teacher": self.reference, **self.teachers}
-        if self.reward_model is not None:
-            folders["reward_model"] = self.reward_model
         if self.judge is not None:
             folders["judge"] = self.judge
         towers = self.teacher_towers
-        return {
+        found = {
             name: dataclasses.replace(model_config(folder), tower=towers.get(name))
             for name, folder in folders.items()
         }
+        if self.reward_model is not None:
+            found["reward_model"] = classifier_config(self.reward_model)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,8 +190,7 @@ def open_offline_devices(host: HostSide, workload: OfflineWorkload) -> Devices:
             "offline training does not have; set it to 'auto' or 'off'"
         )
     policy = open_policy(host)
-    decoder = dataclasses.replace(policy.decoder, heads=workload.heads)
-    policy = dataclasses.replace(policy, decoder=decoder)
+    policy = dataclasses.replace(policy, decoder=workload.trained(policy.decoder))
     open_plan(host, policy, workload)
     learner = build_learner(host, policy)
     threads = host.session.stack.enter_context(CompileThreads())

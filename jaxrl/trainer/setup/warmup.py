@@ -136,6 +136,6 @@ def try_training(core: Core, models: TrainingModels) -> None:
             with core.session.progress.waiting(
                 f"running {row.name} on {list(shape)} tokens of padding"
             ):
-                row.run(empty_batch(*shape))
+                row.run(empty_batch(*shape, row.n_labels))
     core.state = models.state
     core.session.progress.steps(core.clock.step, core.clock.total_steps)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from jaxrl.checkpoint.saved_arrays import read_weights
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models.files.hf_load import load_model
 from sharding import make_mesh
 from sharding.rules import TRAIN
 from tests.runtime.hosts.process_group import assert_close, assert_same_run, metrics
+from tests.teachers.fake_server import FakeServer
 
 
 @pytest.fixture
@@ -97,6 +99,30 @@ def test_one_engine_over_both_processes_gives_the_numbers_of_one(
     group_config.rollout.engines = "mesh"
     start_group(group_config, n=2, n_devices=4).finish()
     assert_same_run(group_config.run_dir, reference)
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_reads_its_responses_at_a_teachers_server(
+    start_group, group_config, tmp_path
+):
+    group_config.algorithm.kl, group_config.algorithm.kl_top_k = "jsd", 4
+    group_config.algorithm.kl_beta = 0.5
+    group_config.rollout.sampling.temperature = 1.0
+    sent, reference = {}, str(tmp_path / "one")
+    for n, run_dir in ((1, reference), (2, str(tmp_path / "two"))):
+        server = FakeServer(load_tokenizer(Path(group_config.model.path)), 260)
+        group_config.algorithm.teacher, group_config.run_dir = server.url, run_dir
+        try:
+            start_group(group_config, n=n, n_devices=8 // n).finish()
+        finally:
+            server.close()
+        sent[n] = server.bodies[1:]  # the first is the probe of the main process
+    assert_same_run(str(tmp_path / "two"), reference)
+    for n, bodies in sent.items():
+        lines = metrics(tmp_path / ("one" if n == 1 else "two"))
+        assert len(bodies) == sum(line.get("teacher/requests", 0) for line in lines) > 0
+    prompts = [{tuple(body["prompt"]) for body in bodies} for bodies in sent.values()]
+    assert prompts[0] == prompts[1]
 
 
 @pytest.mark.slow

@@ -9,11 +9,13 @@ from jaxrl.config.resolve import resolve
 from jaxrl.trainer.phases.mini_batches import make_mini_batches
 from jaxrl.trainer.phases.parts import (
     given_samples,
+    in_parts,
     part_metrics,
     sampled_parts,
     with_trained_parts,
 )
-from jaxrl.types import Demonstration
+from jaxrl.trainer.phases.turns import observation_roles
+from jaxrl.types import Demonstration, Episode, Prompt, Rollout
 from tests.trainer.phases.test_mini_batches import config, samples_of
 
 ECHO = "observations?weight=0.1"
@@ -40,6 +42,33 @@ def test_observations_are_the_tokens_that_the_model_did_not_sample():
     assert sample.parts.tolist() == [0, 2, 2, 0]
     only = echo_config("observations?source=code")
     assert episodes(1, cfg=only)[0].parts is None
+
+
+def test_observations_of_a_role_are_those_whose_messages_all_have_it():
+    turns = [
+        *("assistant", "tool", "tool"),  # the tokens 2, 3
+        *("assistant", "user"),  # 5
+        *("assistant", "tool", "user"),  # 7: of two roles
+        "assistant",
+    ]
+    messages = tuple({"role": role, "content": str(i)} for i, role in enumerate(turns))
+    own = np.array([1, 1, 0, 0, 1, 0, 1, 0, 1], bool)
+    cfg = echo_config("observations?role=tool", ECHO, "observations?source=code")
+    [sample] = samples_of(1, n_tokens=9)[:1]
+    episode = Episode(completion_messages=messages, n_turns=4)
+    prompt = Prompt(0, (), np.zeros(1, np.int32), "", source="math")
+    fields = sample.tokens, np.zeros(9, np.float32), own, np.zeros(9, np.int32), "stop"
+    rollout = Rollout(prompt, 0, *fields, episode=episode)
+    sample = dataclasses.replace(sample, loss_mask=own)
+    roles = ["", "", "tool", "tool", "", "user", "", "", ""]
+    assert observation_roles(rollout).tolist() == roles
+    [found] = in_parts([sample], rollout, cfg.algorithm)
+    assert found.parts.tolist() == [0, 0, 1, 1, 0, 2, 0, 2, 0]
+    code = dataclasses.replace(rollout, prompt=dataclasses.replace(prompt, source="code"))
+    [found] = in_parts([sample], code, cfg.algorithm)  # the source goes before the role
+    assert found.parts.tolist() == [0, 0, 4, 4, 0, 4, 0, 4, 0]
+    [found] = in_parts([sample], rollout, echo_config("observations?role=system").algorithm)
+    assert found.parts is None
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
