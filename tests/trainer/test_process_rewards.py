@@ -22,20 +22,18 @@ from jaxrl.learner.reward_model import (
 )
 from jaxrl.models.packed import forward_packed
 from jaxrl.train import train
-from jaxrl.trainer.offline.objective import with_objective
-from jaxrl.trainer.offline.reward_model import score_objective
 from jaxrl.trainer.offline.steps import make_samples, step_metrics
 from jaxrl.trainer.phases.advantage import EstimatorInputs, places_in_groups
 from jaxrl.trainer.phases.mini_batches import to_samples
 from jaxrl.trainer.phases.rewards import RewardScale, turn_rewards
-from jaxrl.trainer.setup.opening import open_offline, open_run
+from jaxrl.trainer.setup.opening import open_run
 from jaxrl.types import Demonstration, Prompt, Reward, Rollout, ScoredRollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
-from tests.trainer.conftest import perturbed
 from tests.trainer.test_reward_models import (
     assert_gradient,
     assert_layouts_train_alike,
+    at_moved_weights,
     metrics,
     tiny_scorer,
     write,
@@ -107,13 +105,7 @@ def test_the_gradient_equals_that_of_the_mean_cross_entropy_of_steps(step_config
     """Packed samples through the value loss, against the derivative of the loss of each answer."""
     step_config.data.train = write(Path(step_config.data.train[0]), answers(3, 2))
     step_config.data.prompts_per_step = 3
-    cfg = resolve(step_config)
-    objective = score_objective(cfg)
-    cfg = with_objective(cfg, objective)
-    with open_offline(cfg, objective) as run:
-        items = next(run.core.iterator)
-        moved = perturbed(run.core.state.params)
-        run.core.state = dataclasses.replace(run.core.state, params=moved)
+    with at_moved_weights(step_config) as (run, items, moved):
         samples, found = make_samples(run, items)
 
         def direct(params):

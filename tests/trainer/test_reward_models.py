@@ -2,6 +2,7 @@
 jaxrl/learner/reward_model.py: reward models trained from pairs, exported for transformers, and
 used as the reward of a run."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -26,7 +27,7 @@ from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.packed import forward_packed
 from jaxrl.train import train
 from jaxrl.trainer.offline.objective import with_objective
-from jaxrl.trainer.offline.reward_model import PAIRS, make_samples
+from jaxrl.trainer.offline.reward_model import PAIRS, make_samples, score_objective
 from jaxrl.trainer.setup.opening import open_offline, open_run
 from jaxrl.types import Episode, Prompt, Reward, Rollout
 from sharding import make_mesh
@@ -148,11 +149,7 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
     ranking_config.data.prompts_per_step = 2
     rows = [row | {"margin": i} for i, row in enumerate(pairs(2, 2))]
     ranking_config.data.train = write(Path(ranking_config.data.train[0]), rows)
-    cfg = with_objective(resolve(ranking_config), PAIRS)
-    with open_offline(cfg, PAIRS) as run:
-        items = next(run.core.iterator)
-        moved = perturbed(run.core.state.params)
-        run.core.state = dataclasses.replace(run.core.state, params=moved)
+    with at_moved_weights(ranking_config) as (run, items, moved):
         samples, found = make_samples(run, items)
 
         def score(params, answer):
@@ -173,6 +170,17 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
 
         loss = assert_gradient(run, samples, moved, direct)
         assert found["preference/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@contextlib.contextmanager
+def at_moved_weights(config):
+    """(run, items of its first step, weights): a reward model whose weights are not the first."""
+    cfg = resolve(config)
+    objective = score_objective(cfg)
+    with open_offline(with_objective(cfg, objective), objective) as run:
+        moved = perturbed(run.core.state.params)
+        run.core.state = dataclasses.replace(run.core.state, params=moved)
+        yield run, next(run.core.iterator), moved
 
 
 def assert_gradient(run, samples, params, direct):

@@ -1,7 +1,6 @@
 """Tests of jaxrl/trainer/offline/ratings.py and of classifiers of several labels in
 jaxrl/learner/reward_model.py: reward models trained on ratings, and used with weights of labels."""
 
-import dataclasses
 import random
 import shutil
 from pathlib import Path
@@ -18,17 +17,14 @@ from jaxrl.config.resolve import default_config, resolve
 from jaxrl.learner.reward_model import open_reward_model, weighted_score
 from jaxrl.models.files.hf_load import classifier_config
 from jaxrl.trainer.export import export_checkpoint
-from jaxrl.trainer.offline.objective import with_objective
 from jaxrl.trainer.offline.ratings import make_samples
-from jaxrl.trainer.offline.reward_model import score_objective
-from jaxrl.trainer.setup.opening import open_offline
 from jaxrl.types import Reward
 from sharding import make_mesh
-from tests.trainer.conftest import perturbed
 from tests.trainer.test_reward_models import (
     assert_close,
     assert_gradient,
     assert_layouts_train_alike,
+    at_moved_weights,
     metrics,
     rollout,
     score_at_end,
@@ -102,13 +98,7 @@ def test_the_gradient_equals_that_of_the_mean_over_all_given_ratings(rating_conf
     """Packed samples through the value loss, against a mean over the ratings of whole answers."""
     rating_config.data.train = write(Path(rating_config.data.train[0]), rated(4, 2))
     rating_config.data.prompts_per_step = 4
-    cfg = resolve(rating_config)
-    objective = score_objective(cfg)
-    cfg = with_objective(cfg, objective)
-    with open_offline(cfg, objective) as run:
-        items = next(run.core.iterator)
-        moved = perturbed(run.core.state.params)
-        run.core.state = dataclasses.replace(run.core.state, params=moved)
+    with at_moved_weights(rating_config) as (run, items, moved):
         samples, found = make_samples(run, items)
         ratings = jnp.stack([item.ratings for item in items])
         given = ~jnp.isnan(ratings)
