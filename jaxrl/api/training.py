@@ -168,7 +168,11 @@ class Trainer:
         filled = [*adapters, *[adapters[0]] * padding]
         values = [dataclasses.asdict(one) for one in [*params, *[params[0]] * padding]]
         states = [(one.weights, one.moments, one.gradient) for one in filled]
-        stepped, norms = _adam_steps(states, _stacked(values, np.float32))
+        if self.trains_all:
+            options = {name: np.float32(value) for name, value in values[0].items()}
+            stepped, norms = _full_step(*states[0], options)
+        else:
+            stepped, norms = _adam_steps(states, _stacked(values, np.float32))
         for adapter, (weights, moments) in zip(adapters, stepped, strict=False):
             adapter.weights, adapter.moments, adapter.gradient = weights, moments, None
         return np.asarray(norms)[: len(adapters)].tolist()
@@ -268,6 +272,13 @@ def _adam_steps(states, params):
     weights, moments, gradients = _lanes(states)
     *stepped, norms = jax.vmap(_adam_step)(weights, moments, gradients, params)
     return _lane_parts(tuple(stepped), len(states)), norms
+
+
+@functools.partial(jax.jit, donate_argnames=("moments", "gradient"))
+def _full_step(weights, moments, gradient, params):
+    """`_adam_steps` of one model without copies: new weights take the memory of the gradient."""
+    *stepped, norm = _adam_step(weights, moments, gradient, params)
+    return [tuple(stepped)], norm[None]
 
 
 def _adam_step(weights, moments, gradient, params):
