@@ -26,8 +26,8 @@ def get_config() -> ConfigDict:
     config.name = "grpo_gemma_4_e4b"
     config.model.path = "google/gemma-4-E4B-it"
     config.model.layers = "stacked"
-    config.mesh.fsdp = 4
-    config.mesh.tensor = 2
+    config.mesh.fsdp = 8
+    config.rollout.tensor = 2
     config.rollout.release_kv = True
     config.learner.offload = ("optimizer", "reference", "policy")
     config.learner.token_budget = 2048

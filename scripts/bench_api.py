@@ -1,12 +1,16 @@
 """Training API: useful tokens per CPU-second of the server, by the number of clients.
 
     python scripts/bench_api.py clients --model=FOLDER --counts=1,2,4,8
+    python scripts/bench_api.py clients --model=FOLDER --counts=1,2,4,8 --sequences=4 --sampled=32
     python scripts/bench_api.py memory --model=FOLDER
 
 `clients` starts a server for each number of clients. Each client trains its own adapter: a step is
-forward_backward with a few random sequences, and optim_step. The clients run one after the other,
-then all at the same time, after one such round that compiles the programs. A token is useful if it
-is in a sequence; the CPU time is that of the server alone, and each client keeps its connection.
+forward_backward with a few random sequences, and optim_step. With --sampled=K a step is one of RL:
+save_weights_for_sampler, asample of K tokens for each sequence, whose prompt has the other tokens,
+then forward_backward with importance_sampling on the samples, and optim_step.
+The clients run one after the other, then all at the same time, after one such round that compiles
+the programs. A token is useful if it is in a sequence; one that was sampled counts once. The CPU
+time is that of the server alone, and each client keeps its connection.
 Format of a line:
 
     N clients  one after the other A tokens/CPU-s  together B tokens/CPU-s  B/A x
@@ -19,6 +23,7 @@ import argparse
 import functools
 import http.client
 import json
+import math
 import os
 import re
 import subprocess
@@ -34,10 +39,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.api.wire import bytes_field, number_field
+from jaxrl.api.wire import as_bytes, bytes_field, number_field, read_fields
 from jaxrl.json_text import parse_json
 
-INT64 = 2  # among the dtypes of tensors
+FLOAT32, INT64 = 1, 2  # among the dtypes of tensors
+IDLE_CPU_S = 0.1  # per second
 LANE_AXES = (None, "batch", "time")  # of the batch of a dispatch
 
 
@@ -58,6 +64,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps of a client")
     parser.add_argument("--sequences", type=int, default=1, help="sequences of a step")
     parser.add_argument("--len", type=int, default=60, help="tokens of a sequence")
+    parser.add_argument("--sampled", type=int, default=0, help="sampled tokens of a sequence")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--budget", type=int, default=1024, help="learner.token_budget")
     return parser.parse_args()
@@ -68,7 +75,8 @@ def measure_clients(args: argparse.Namespace, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jaxrl.api", f"--model={args.model}", "--name=bench"]
         command += [f"--run-dir={folder}", "--port=0", f"--max-len={args.budget}"]
-        command += [f"--max-rank={args.rank}", "--config.rollout.max_num_seqs=2"]
+        n_sampled = count * args.sequences if args.sampled else 2
+        command += [f"--max-rank={args.rank}", f"--config.rollout.max_num_seqs={n_sampled}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
@@ -76,6 +84,7 @@ def measure_clients(args: argparse.Namespace, count: int) -> None:
                 wait_until_open(address)
                 clients = [Client(address, f"tml-{i}", args) for i in range(count)]
                 together(clients, args.steps)  # compiles
+                wait_until_idle(server.pid)  # it compiles other batch sizes meanwhile
                 serial = cpu_s(server.pid)
                 for client in clients:
                     client.train(args.steps)
@@ -111,6 +120,14 @@ def wait_until_open(address: str) -> None:
             return
 
 
+def wait_until_idle(pid: int) -> None:
+    """Returns after a second without CPU time."""
+    before = -math.inf
+    while (now := cpu_s(pid)) - before > IDLE_CPU_S:
+        before = now
+        time.sleep(1.0)
+
+
 def cpu_s(pid: int) -> float:
     """CPU time of a process so far, with all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -129,11 +146,11 @@ class Client:
     """A client with one model in training."""
 
     def __init__(self, address: str, key: str, args: argparse.Namespace):
-        self._key, self._seq_id = key, 0
+        self._key, self._seq_id, self._n_samples, self._args = key, 0, 0, args
         # Kept open, as the package tinker does.
         self._connection = http.client.HTTPConnection(address.rpartition("/")[2], timeout=600)
-        rng = np.random.default_rng(len(key))
-        self._data = b"".join(_datum(rng, args.len) for _ in range(args.sequences))
+        self._rng = np.random.default_rng(int(key.rpartition("-")[2]))
+        self._data = b"".join(_datum(self._rng, args.len) for _ in range(args.sequences))
         session = self._call("create_session", {})["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "bench"}
         body |= {"lora_config": {"rank": args.rank, "seed": 0}}
@@ -141,14 +158,39 @@ class Client:
 
     def train(self, n_steps: int) -> None:
         for _ in range(n_steps):
-            self._seq_id += 2
-            body = bytes_field(1, self._model) + number_field(2, self._seq_id - 1)
-            body += bytes_field(4, "cross_entropy") + self._data
-            step = {"model_id": self._model, "seq_id": self._seq_id}
-            futures = [self._call("forward_backward", body)]
-            futures += [self._call("optim_step", step | {"adam_params": {"learning_rate": 1e-4}})]
+            loss, data = "cross_entropy", self._data
+            if self._args.sampled:
+                loss, data = "importance_sampling", self._sample()
+            body = bytes_field(1, self._model) + number_field(2, self._next())
+            futures = [self._call("forward_backward", body + bytes_field(4, loss) + data)]
+            step = {"adam_params": {"learning_rate": 1e-4}}
+            futures += [self._call("optim_step", self._of_model() | step)]
             self._wait(futures[0])
             self._wait(futures[1], "metrics")
+
+    def _sample(self) -> bytes:
+        """Sequences that the current weights sample, as data of forward_backward."""
+        args = self._args
+        self._n_samples += 1
+        saved = self._of_model() | {"sampling_session_seq_id": self._n_samples, "kind": "inflight"}
+        future = self._call("save_weights_for_sampler", saved)
+        body = {"sampling_session_id": self._wait(future, "sampling_session_id"), "seq_id": 0}
+        prompt = self._rng.integers(3, 250, args.len - args.sampled)
+        body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": prompt.tolist()}]}
+        params = {"max_tokens": args.sampled, "seed": self._n_samples}
+        body |= {"num_samples": args.sequences, "sampling_params": params}
+        raw = self._result(self._call("asample", body))
+        samples = [value for number, value in read_fields(raw) if number == 1]
+        assert len(samples) == args.sequences
+        return b"".join(_sampled_datum(prompt, as_bytes(sample)) for sample in samples)
+
+    def _next(self) -> int:
+        self._seq_id += 1
+        return self._seq_id
+
+    def _of_model(self) -> dict[str, Any]:
+        """The first fields of a request of the model."""
+        return {"model_id": self._model, "seq_id": self._next()}
 
     def _call(self, path: str, body: Any) -> Any:
         return parse_json(self._send(path, body).decode())
@@ -171,21 +213,44 @@ class Client:
 
     def _wait(self, future: Any, field: str = "") -> Any:
         """A field of the result of a request, once it has ended."""
+        raw = self._result(future)
+        return parse_json(raw.decode())[field] if field else None
+
+    def _result(self, future: Any) -> bytes:
         while True:
             raw = self._send("retrieve_future", {"request_id": future["request_id"]})
-            if b'"try_again"' in raw:
-                continue
             assert b'{"error": ' not in raw, raw
-            return parse_json(raw.decode())[field] if field else None
+            if b'"try_again"' not in raw:
+                return raw
 
 
 def _datum(rng: np.random.Generator, n: int) -> bytes:
-    tokens = rng.integers(3, 250, n).astype(np.int32)
-    chunk = bytes_field(1, bytes_field(1, bytes_field(1, tokens.tobytes())))
-    targets = rng.integers(3, 250, n).astype(np.int64)
-    tensor = bytes_field(1, targets.tobytes()) + number_field(3, INT64)
-    entry = bytes_field(1, "target_tokens") + bytes_field(2, tensor)
-    return bytes_field(3, chunk + bytes_field(2, entry))
+    return _data_field(rng.integers(3, 250, n), target_tokens=rng.integers(3, 250, n))
+
+
+def _sampled_datum(prompt: np.ndarray, sample: bytes) -> bytes:
+    """A sample as a sequence whose prompt has no advantage."""
+    fields = dict(read_fields(sample))
+    tokens = np.frombuffer(as_bytes(fields[2]), np.int32)
+    logprobs = np.frombuffer(as_bytes(fields[3]), np.float32)
+    whole, n = np.concatenate([prompt, tokens]), len(prompt) - 1
+    return _data_field(
+        whole[:-1],
+        target_tokens=whole[1:],
+        logprobs=np.pad(logprobs, (n, 0)),
+        advantages=np.pad(np.ones(len(tokens), np.float32), (n, 0)),
+    )
+
+
+def _data_field(tokens: np.ndarray, **tensors: np.ndarray) -> bytes:
+    raw = tokens.astype(np.int32).tobytes()
+    entries = bytes_field(1, bytes_field(1, bytes_field(1, raw)))
+    for name, values in tensors.items():
+        is_float = values.dtype.kind == "f"
+        packed = values.astype(np.float32 if is_float else np.int64).tobytes()
+        tensor = bytes_field(1, packed) + number_field(3, FLOAT32 if is_float else INT64)
+        entries += bytes_field(2, bytes_field(1, name) + bytes_field(2, tensor))
+    return bytes_field(3, entries)
 
 
 def measure_memory(args: argparse.Namespace) -> None:

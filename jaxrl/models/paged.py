@@ -176,11 +176,19 @@ def _by_axis(positions: Int[Array, "n t"], rotary: Int[Array, "..."] | None) -> 
 class TokenGroup:
     """New tokens of n sequences or rows, t of each."""
 
-    pages: dict[int, jax.Array]  # int32 [n, C] by window, the pages to read
+    pages: dict[int, jax.Array]  # int32 [n * C] by window, the pages to read; see `table`
     written: dict[int, jax.Array]  # int32 [n, t] by window, positions to write; -1 = none
     positions: jax.Array  # int32 [n, t]
     slots: RowSlots
     ahead: jax.Array | None = None  # int32 [n, t], last visible positions; None: their own
+
+    def table(self, flat: jax.Array) -> jax.Array:
+        """[n, C] of one of `pages`.
+
+        They are flat up to here: the layout assignment of the TPU compiler changed the layout of
+        tables in loops over layers back and forth, and did not end for Gemma 4 E4B.
+        """
+        return flat.reshape(len(self.positions), -1)
 
     @classmethod
     def new(
@@ -198,6 +206,8 @@ class TokenGroup:
             entry = jnp.take_along_axis(table, column, axis=1)
             written[window] = jnp.where(entry >= 0, positions, -1)
             pages[window] = jnp.where(table >= 0, table, jnp.maximum(-2 - table, 0))
+        # Without a barrier XLA computes them, or their shape, again in every layer.
+        pages = jax.lax.optimization_barrier({w: t.reshape(-1) for w, t in pages.items()})
         return cls(pages, written, positions, slots, ahead)
 
 
@@ -238,7 +248,7 @@ class PagedRows:
                 v_pages,
                 keys,
                 values,
-                of_layer(group.pages, window, index, state) + first,
+                group.table(of_layer(group.pages, window, index, state) + first),
                 of_layer(group.written, window, index, state),
                 rules=self.rules,
             )
@@ -251,7 +261,7 @@ class PagedRows:
                     k_pages,
                     v_pages,
                     spec=spec,
-                    page_table=of_layer(group.pages, window, index, state) + first,
+                    page_table=group.table(of_layer(group.pages, window, index, state) + first),
                     positions=group.positions,
                     window=window,
                     sinks=sinks,

@@ -5,7 +5,7 @@ and copied back before that of the next is read, so that the device needs memory
 one layer. On the device, int8 moments and Muon need float32 moments or updates of all that a step
 updates at a time; a part then is a block of layers with at most SLICE_BYTES of each tensor.
 A built-in optimizer updates every tensor by itself, so a step computes the same as at once, up to
-rounding. The embedding table and the unembedding are parts too. They can be larger than a layer,
+rounding. The embedding tables and the unembedding are parts too. They can be larger than a layer,
 and are updated in blocks of rows if the optimizer is elementwise.
 """
 
@@ -32,7 +32,8 @@ Build = Callable[[Tree, Tree, Tree | None], optax.GradientTransformation]
 LayerStep = Callable[[Tree, Tree, optax.GradientTransformation], Tree]
 LayerPart = tuple[int, ...]  # indices of listed layers, or one of these:
 OUTSIDE, STACKED = -1, -2  # parts that are no single layer
-TABLES = {"embed": -3, "lm_head": -4}  # fields of a Decoder, each a part
+# Fields of a Decoder, by the names of their paths, each a part.
+TABLES = {("embed",): -3, ("lm_head",): -4, ("layer_inputs", "table"): -5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +171,7 @@ def part_of(path: tuple) -> int:
     """The part that a leaf at this path belongs to: any tree with parameters inside has parts."""
     names = [getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path]
     if "layers" not in names:
-        return next((part for name, part in TABLES.items() if name in names), OUTSIDE)
+        return next((part for path, part in TABLES.items() if set(path) <= {*names}), OUTSIDE)
     index = names[names.index("layers") + 1]
     return index if isinstance(index, int) else STACKED
 
