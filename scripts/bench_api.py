@@ -8,9 +8,9 @@
 forward_backward with a few random sequences, and optim_step. With --sampled=K a step is one of RL:
 save_weights_for_sampler, asample of K tokens for each sequence, whose prompt has the other tokens,
 then forward_backward with importance_sampling on the samples, and optim_step.
-The clients run one after the other, then all at the same time, after one such round that compiles
-the programs. A token is useful if it is in a sequence; one that was sampled counts once. The CPU
-time is that of the server alone, and each client keeps its connection.
+The clients run one after the other, then all at the same time, after rounds of 1, 2, 4, ... clients
+that compile the programs. A token is useful if it is in a sequence; one that was sampled counts
+once. The CPU time is that of the server alone, and each client keeps its connection.
 Format of a line:
 
     N clients  one after the other A tokens/CPU-s  together B tokens/CPU-s  B/A x
@@ -83,8 +83,8 @@ def measure_clients(args: argparse.Namespace, count: int) -> None:
                 address = next(filter(None, map(find_address, server.stdout)))
                 wait_until_open(address)
                 clients = [Client(address, f"tml-{i}", args) for i in range(count)]
-                together(clients, args.steps)  # compiles
-                wait_until_idle(server.pid)  # it compiles other batch sizes meanwhile
+                compile_sizes(clients, args.steps)
+                wait_until_idle(server.pid)  # it compiles further ones in the background
                 serial = cpu_s(server.pid)
                 for client in clients:
                     client.train(args.steps)
@@ -132,6 +132,15 @@ def cpu_s(pid: int) -> float:
     """CPU time of a process so far, with all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def compile_sizes(clients: Sequence["Client"], n_steps: int) -> None:
+    """Runs 1, 2, 4, ... and all clients, whose dispatches have other sizes."""
+    size = 1
+    while size < len(clients):
+        together(clients[:size], n_steps)
+        size *= 2
+    together(clients, n_steps)
 
 
 def together(clients: Sequence["Client"], n_steps: int) -> None:

@@ -24,10 +24,10 @@ def adamw(w, gradients, p: AdamParams):
     return w
 
 
-@pytest.fixture
-def adapter():
+@pytest.fixture(params=[LoRA(1, 1.0, targets=()), None], ids=["adapter", "all weights"])
+def adapter(request):
     weights = [jnp.asarray([0.5, -0.25, 1.0], jnp.float32)]
-    return TrainedAdapter(LoRA(1, 1.0, targets=()), weights, start_moments(weights))
+    return TrainedAdapter(request.param, weights, start_moments(weights))
 
 
 TRAINER: Trainer = object.__new__(Trainer)  # a step reads none of its fields

@@ -16,9 +16,11 @@ from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import CheckpointConfig, LearnerConfig
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.optimizers import slices
+from jaxrl.learner.optimizers.layerwise import OUTSIDE, TABLES, part_of
 from jaxrl.learner.state import abstract_state, apply_gradients, init_state
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.spec import hf_names, is_spec
 from sharding import TRAIN, bytes_per_device, make_mesh
 from tests.learner.tiny_policy import MODEL, host_params, new_params, put_params, stack_layers
 from tests.marks import graded
@@ -26,6 +28,8 @@ from tests.models.resized import resized
 
 LISTED = resized(MODEL, L=2, D=64, H=16, F=64, V=96, tied=False)
 STACKED = dataclasses.replace(LISTED, stacked=True)
+WITH_INPUTS = dataclasses.replace(LISTED, input_P=16, input_V=96)  # of layers, by token
+TABLE_NAMES = ("model.embed_tokens", "lm_head", "model.embed_tokens_per_layer")
 MIXED = dict(replica=2, fsdp=2, tensor=2)
 LR = 1e-2
 KINDS = {
@@ -132,15 +136,27 @@ def test_an_offloaded_state_of_listed_layers_takes_the_same_steps():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["adamw", "lion"])
-def test_blocks_of_a_tables_rows_take_the_step_of_the_table(kind, monkeypatch):
-    """Tables of 96 x 32 numbers per device, in three blocks of 4,096 bytes."""
+@pytest.mark.parametrize(
+    ("kind", "model"), [("adamw", LISTED), ("lion", LISTED), ("adamw", WITH_INPUTS)]
+)
+def test_blocks_of_a_tables_rows_take_the_step_of_the_table(kind, model, monkeypatch):
+    """Tables of 96 x 32 numbers per device, or 96 x 16, in blocks of 4,096 bytes."""
     # A loop is fused in another way, which changes the last bit of some numbers.
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-7)
     with jax.set_mesh(make_mesh(fsdp=2)):
-        whole = walk(kind, LISTED, 2, offload=True)
+        whole = walk(kind, model, 2, offload=True)
         monkeypatch.setattr(slices, "SLICE_BYTES", 4096)
-        jax.tree.map(close, *jax.device_get((walk(kind, LISTED, 2, offload=True), whole)))
+        blocks = walk(kind, model, 2, offload=True)
+        jax.tree.map(close, *jax.device_get((blocks, whole)))
+
+
+def test_the_tables_of_a_decoder_are_parts_that_rows_divide():
+    """Also that of the inputs of layers, which is the largest tensor of Gemma 4 E4B."""
+    paths = jax.tree_util.tree_leaves_with_path(decoder_specs(WITH_INPUTS), is_leaf=is_spec)
+    found = {hf_names(spec)[0]: part_of(path) for path, spec in paths}
+    parts = {found[f"{name}.weight"] for name in TABLE_NAMES}
+    assert len(parts) == len(TABLE_NAMES) and parts == set(TABLES.values())
+    assert found["model.per_layer_model_projection.weight"] == OUTSIDE
 
 
 @pytest.mark.parametrize(
