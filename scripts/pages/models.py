@@ -160,8 +160,7 @@ FAMILIES = {
         (
             "`configs/grpo_deepseek_v3.py` (TPU v5p) and `configs/grpo_deepseek_v3_h100.py` train "
             "all weights on 256 devices, `configs/grpo_deepseek_v3_lora_h100.py` adapters over an "
-            "int8 base on 64 H100. The three have longer responses than the rows, and settings by "
-            "formula: none is compiled yet.",
+            "int8 base on 64 H100. The three have longer responses than the rows.",
             "The rows with all weights of DeepSeek-V3 on 64 devices need 176 GiB of host memory "
             "per device.",
             "Layers have latent attention: the KV pages of a token hold 512 + 64 numbers per layer "
