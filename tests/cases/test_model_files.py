@@ -555,15 +555,21 @@ def test_f5_a_trained_copy_that_the_config_does_not_name_is_refused(tmp_path):
         open_adapter(folder, model_config(GOLDEN / "llama"))
 
 
-def test_f5_a_head_of_several_labels_and_codes_are_refused(tmp_path):
-    decoder = model_config(GOLDEN / "llama")
-    head = {"base_model.model.score.weight": np.zeros((3, decoder.D), "f4")}
+def test_f5_a_head_of_several_labels_is_read_and_of_another_width_refused(tmp_path):
+    decoder, name = model_config(GOLDEN / "llama"), "base_model.model.score.weight"
+    head = {name: np.zeros((3, decoder.D), "f4")}
     folder = add_to_adapter(copy_adapter("llama", tmp_path / "a"), **head)
+    assert open_adapter(folder, decoder).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    folder = add_to_adapter(folder, **{name: np.zeros((3, decoder.D + 1), "f4")})
     with pytest.raises(ValueError, match=r"of another shape: score\.weight"):
         open_adapter(folder, decoder)
+
+
+def test_f5_codes_in_an_adapter_are_refused(tmp_path):
+    decoder = model_config(GOLDEN / "llama")
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     codes = {name: np.zeros((4, decoder.D), np.uint8)}
-    folder = add_to_adapter(copy_adapter("llama", tmp_path / "b"), **codes)
+    folder = add_to_adapter(copy_adapter("llama", tmp_path / "a"), **codes)
     with pytest.raises(ValueError, match=r"not floating-point numbers: .*q_proj\.lora_A"):
         open_adapter(folder, decoder)
 
