@@ -17,9 +17,9 @@ def smooth(model: Decoder) -> Decoder:
 
     A norm multiplies the rounding of a vector whose terms cancel by up to 1 / √eps: the first token
     of a Gated DeltaNet has the output (q·k) v, and Gemma 4's input gates multiply 8 numbers by
-    gelu(x), of which tokens with x < 0 leave almost none. A norm also makes the gradient of the
-    scale of its input zero, so that only rounding is left. Scores of 16 in a softmax, and
-    1 - tanh² in the derivative of gelu at 30, amplify rounding too.
+    gelu(x) with x up to 30, of which tokens with x < 0 leave almost none. A norm also makes the
+    gradient of the scale of its input zero, so that only rounding is left. Scores of 16 in a
+    softmax, and 1 - tanh² in the derivative of gelu at 5, amplify rounding too.
     """
     gemma4 = model.cfg.family.startswith("gemma4")
     eps = GEMMA4_EPS if gemma4 else NORM_EPS
