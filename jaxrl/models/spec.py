@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from jaxrl.kernels.bits import materialize
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -141,7 +142,7 @@ def init_params(key: jax.Array, specs: Tree, rules: Rules, dtype: DTypeLike) -> 
     uniform between 0.01 and 16.
 
     A layer's values derive from the key and its Hugging Face name, so they are the same on every
-    mesh and for both layer layouts.
+    mesh, bit for bit, and for both layer layouts.
     """
 
     def create(spec: ParamSpec) -> jax.Array:
@@ -168,15 +169,16 @@ def _init_param(
     if init in CONSTANTS:
         return jax.reshard(jnp.full(shape, CONSTANTS[init], dtype), out)
     keys = jax.vmap(lambda seed: jax.random.fold_in(key, seed))(seeds)
-    if init == "log_decay":
-        draw = functools.partial(jax.random.uniform, shape=shape[n_lead:], minval=0.01, maxval=16.0)
-        values = jnp.log(jax.vmap(draw)(keys).reshape(shape) if n_lead else draw(keys[0]))
-        return jax.reshard(values.astype(dtype), out)
     if init in ("normal", "unit_normal"):
         draw = functools.partial(jax.random.normal, shape=shape[n_lead:])
         scale = 0.02 if init == "normal" else 1.0
+    elif init == "log_decay":
+        draw = functools.partial(jax.random.uniform, shape=shape[n_lead:], minval=0.01, maxval=16.0)
+        scale = 1.0
     else:
         draw = functools.partial(jax.random.uniform, shape=shape[n_lead:], minval=-1.0)
         scale = math.prod(shape[n_lead + 1 :]) ** -0.5
     values = jax.vmap(draw)(keys).reshape(shape) if n_lead else draw(keys[0])
-    return jax.reshard((scale * values).astype(dtype), out)
+    values = scale * (jnp.log(values) if init == "log_decay" else values)
+    # In one fusion with the reshard, XLA contracts products and sums by the shape of a shard.
+    return jax.reshard(materialize(values.astype(dtype)), out)
