@@ -241,6 +241,12 @@ def to_dict(config: Any) -> dict[str, Any]:
     }
 
 
+def changed_keys(section: str, values: Any, defaults: Any) -> list[str]:
+    """The keys of a section that differ from their defaults."""
+    found, default = flatten(to_dict(values)), flatten(to_dict(defaults))
+    return [f"{section}.{name}={v!r}" for name, v in found.items() if v != default[name]]
+
+
 def _fill(instance: Any, flat: Mapping[str, Any], prefix: str) -> Any:
     """`instance` with the leaves named in `flat` replaced."""
     new = {}

@@ -40,14 +40,13 @@ from jaxrl.data.chat.row_messages import (
     with_system,
 )
 from jaxrl.data.chat.turns import MaskedTokens, render_turns
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.placeholders import Placeholders
 from jaxrl.data.images.reader import ImageReader, read_images
 from jaxrl.data.images.references import IMAGE_COLUMNS, ImageReference, mark_images
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
-from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.sources.rows import Dropped, SourceRow
 from jaxrl.data.teacher_columns import read_teacher_tokens
 from jaxrl.json_text import Message
 from jaxrl.types import Demonstration, ImageInput, TrainingSample

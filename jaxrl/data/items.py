@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.chat.dialects import unread_fields
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.references import IMAGE_COLUMNS
-from jaxrl.data.sources.rows import SourceRow, number_rows
+from jaxrl.data.sources.rows import Dropped, SourceRow, number_rows
 
 _CHUNK = 1024  # rows rendered together
 # Names, counts and labels of rows, which change nothing of what is learned

@@ -274,12 +274,15 @@ def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ra
         if any(samples[s.item].support is not None for s in spans):
             located = [(samples[s.item].support, int(s.row * T + s.start)) for s in spans]
             batch = dataclasses.replace(batch, support=pack_sets(located))
-        routed = [(samples[s.item].experts, samples[s.item].loss_mask, s) for s in spans]
-        experts = pack_experts([(e, mask, int(s.row * T + s.start)) for e, mask, s in routed])
+        if any(samples[s.item].experts is not None for s in spans):
+            routed = [
+                (samples[s.item].experts, samples[s.item].loss_mask, int(s.row * T + s.start))
+                for s in spans
+            ]
+            batch = dataclasses.replace(batch, experts=pack_experts(routed))
         parts = [(samples[i], int(at.row[i] * T + at.start[i]), int(at.skipped[i])) for i in items]
         batch = dataclasses.replace(
             batch,
-            experts=experts,
             images=pack_images(parts, batch.tokens.shape),
             axis_positions=pack_axis_positions(parts, batch.positions),
         )

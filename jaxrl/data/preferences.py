@@ -44,14 +44,13 @@ from jaxrl.data.demonstrations import (
     max_len_text,
     rendered_turns,
 )
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.placeholders import n_images
 from jaxrl.data.images.reader import ImageReader, read_images
 from jaxrl.data.images.references import IMAGE_COLUMNS, ImageReference, mark_images
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
-from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.sources.rows import Dropped, SourceRow
 from jaxrl.json_text import Message
 from jaxrl.types import Demonstration, ImageInput
 

@@ -34,13 +34,12 @@ from jaxrl.data.chat.row_messages import (
     prompt_of,
     tools_of,
 )
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.placeholders import Placeholders, n_images
 from jaxrl.data.images.reader import ImageReader, read_images
 from jaxrl.data.images.references import IMAGE_COLUMNS, ImageReference, mark_images
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.sources import columns
-from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.sources.rows import Dropped, SourceRow
 from jaxrl.json_text import Message
 from jaxrl.types import ImageInput, Prompt
 

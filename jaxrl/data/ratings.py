@@ -25,11 +25,10 @@ from jaxrl.data.demonstrations import (
     max_len_text,
     rendered_turns,
 )
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
-from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.sources.rows import Dropped, SourceRow
 from jaxrl.types import Demonstration
 
 

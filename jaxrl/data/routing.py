@@ -42,14 +42,12 @@ def given_tokens(parts: Sequence[np.ndarray], n: int) -> list[np.ndarray]:
 
 def pack_experts(
     located: Sequence[tuple[np.ndarray | None, np.ndarray, int]],
-) -> PackedExperts | None:
+) -> PackedExperts:
     """The experts of responses (experts, sampled tokens, place of the first in the micro-batch).
 
-    Tokens that the model did not sample have none. None if no response has any.
+    Tokens that the model did not sample have none. At least one response has some.
     """
     found = [(e, np.flatnonzero(mask), start) for e, mask, start in located if e is not None]
-    if not found:
-        return None
     index = [start + sampled for _, sampled, start in found]
     return PackedExperts(
         np.concatenate(index), np.concatenate([experts[sampled] for experts, sampled, _ in found])

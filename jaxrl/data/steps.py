@@ -23,11 +23,10 @@ from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.row_messages import check_text_only, columns_of_prompt, prompt_of, tools_of
 from jaxrl.data.demonstrations import GIVEN_COLUMNS, max_len_text, rendered_turns
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker, Reading, Usage
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
-from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.sources.rows import Dropped, SourceRow
 from jaxrl.data.token_text import TokenTexts
 from jaxrl.types import Demonstration
 

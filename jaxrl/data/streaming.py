@@ -14,9 +14,9 @@ from typing import Any
 import grain
 from grain.experimental import FlatMapIterDataset, FlatMapTransform, WindowShuffleIterDataset
 
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker, no_items
 from jaxrl.data.sources.row_blocks import LazyRow, RowBlock, fingerprints, index_blocks
+from jaxrl.data.sources.rows import Dropped
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from jaxrl.kernels import gated_delta as delta
 from jaxrl.kernels import grouped_matmul as grouped
 from jaxrl.kernels import paged_attention as paged
 from jaxrl.kernels import ring_attention as ring
-from jaxrl.kernels.attention.cudnn import unsupported_gpu
+from jaxrl.kernels.attention.limits import unsupported_gpu
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import ONLY_ON, Defaults
 from jaxrl.kernels.cpu import native, ops

@@ -104,7 +104,8 @@ def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig, *, replays: bool = Fal
         losses, maxima = LOSSES, MAXIMA
         means = MEANS + (CORRECTION_MEANS if cfg.has_correction else ())
         means += KL_MEANS if kl_in_loss(cfg) else ()
-        means += tuple(f"loss/{part.name}" for _, part in token_parts(cfg))
+        if cfg.parts:
+            means += tuple(f"loss/{part.name}" for _, part in token_parts(cfg))
     if "score" in model.heads:
         losses, means = (*losses, *VALUE_LOSSES), (*means, *VALUE_MEANS)
     return LossSums(

@@ -77,9 +77,11 @@ def needs_ref(cfg: RunConfig) -> bool:
 
 def scores_by_teacher(cfg: RunConfig) -> bool:
     """Whether the logprobs of the KL come from several teachers, or from a server."""
-    found = teachers(cfg.algorithm)
-    has_kl = cfg.algorithm.has_kl and not policy_is_teacher(cfg)
-    return has_kl and (len(found) > 1 or any(teacher.is_endpoint for teacher in found))
+    algo = cfg.algorithm
+    if not algo.teacher or not algo.has_kl or policy_is_teacher(cfg):
+        return False
+    found = teachers(algo)
+    return len(found) > 1 or any(teacher.is_endpoint for teacher in found)
 
 
 def reads_responses(cfg: RunConfig) -> bool:

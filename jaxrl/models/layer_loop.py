@@ -49,10 +49,11 @@ def run_layers(
     if cfg.stacked:
         layers, places = stacked_layers(cfg, model_layers, rules)
         places = places if inputs is None else with_inputs(cfg, places, inputs)
+        places = places if experts is None else with_experts(cfg, places, experts)
         return scan_layers(
             cfg,
             layers,
-            with_experts(cfg, places, experts),
+            places,
             x,
             positions,
             rows,
@@ -63,7 +64,8 @@ def run_layers(
             rules=rules,
             remat=remat,
         )
-    places = with_experts(cfg, [layer_place(cfg, i, inputs) for i in range(cfg.L)], experts)
+    places = [layer_place(cfg, i, inputs) for i in range(cfg.L)]
+    places = places if experts is None else with_experts(cfg, places, experts)
     places = places if deep is None else with_deep(places, deep)
     caches = [place.layer for place in cache_places(cfg)]
 

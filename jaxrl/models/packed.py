@@ -120,7 +120,8 @@ def forward_routed(
         whole = image_visibility(model.cfg, features, segments, visibility, rules)
         packed = PackedRows(segments, visibility, rules, implementation, segment_align, whole)
         given = _layers_first(experts)
-        state = empty_kv(kept_layers(model.cfg), tokens.shape, model.embed.dtype, rules)
+        kept = kept_layers(model.cfg)
+        state = empty_kv(kept, tokens.shape, model.embed.dtype, rules) if kept else None
         hidden, _, load = model(
             tokens,
             rotary,
@@ -328,10 +329,12 @@ def _stage(
     def stage(inputs, x, positions, segments, live, visibility, experts, whole, deep):
         packed = PackedRows(segments, visibility, inside, implementation, segment_align, whole)
         layers, places = inputs
+        given = _layers_first(experts)
+        places = places if given is None else with_experts(cfg, places, given)
         x, _, load = scan_layers(
             cfg,
             layers,
-            with_experts(cfg, places, _layers_first(experts)),
+            places,
             x,
             positions,
             packed,

@@ -60,14 +60,12 @@ def recorded(load: RouterLoad | None, dtype: DTypeLike) -> Integer[Array, "B T L
 
 
 def with_experts(
-    cfg: DecoderConfig, places: Sequence[LayerPlace], experts: Int[Array, "L B T k"] | None
+    cfg: DecoderConfig, places: Sequence[LayerPlace], experts: Int[Array, "L B T k"]
 ) -> list[LayerPlace]:
     """The places of all layers, or of all stacks, with the experts that they replay.
 
     `experts` are those of the layers with experts, in order.
     """
-    if experts is None:
-        return list(places)
     mixtures = [isinstance(layer.ffn, MoEConfig) for layer in cfg.layers]
     rows = np.cumsum(mixtures) - 1
     firsts = [layers.start for run in cfg.runs for layers in run] if cfg.stacked else range(cfg.L)

@@ -50,8 +50,8 @@ class KeptKV:
 
 def empty_kv(
     layers: dict[int, tuple[int, int]], shape: tuple[int, ...], dtype: DTypeLike, rules: Rules
-) -> KeptKV | None:
-    """The state before the first layer, for [B, T] tokens; None if no layer shares its keys.
+) -> KeptKV:
+    """The state before the first layer, for [B, T] tokens.
 
     `layers` are (K, H) of the layers whose keys and values others use.
     """
@@ -60,5 +60,4 @@ def empty_kv(
     def empty(heads: tuple[int, int]) -> jax.Array:
         return jnp.zeros((*shape, *heads), dtype, out_sharding=spec)
 
-    kv = {i: (empty(heads), empty(heads)) for i, heads in layers.items()}
-    return KeptKV(kv) if kv else None
+    return KeptKV({i: (empty(heads), empty(heads)) for i, heads in layers.items()})

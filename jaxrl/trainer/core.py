@@ -173,7 +173,8 @@ class Core:
         """
         found = {}
         if "jsonl" in self.cfg.log.loggers and is_main_process():
-            write_images(self.cfg.run_path, images_of(scored))
+            if self.cfg.data.images:
+                write_images(self.cfg.run_path, images_of(scored))
             if n := self.cfg.log.trajectories:
                 values = token_values(trained, scored=needs_old_logp(self.cfg))
                 found = trajectories(scored, values, self.models.renderer, n)

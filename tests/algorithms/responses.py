@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.losses.aggregation import aggregate, apply_mask
+from jaxrl.algorithms.losses.aggregation import aggregate, apply_mask, sequences_weight
 from jaxrl.config.keys import AlgorithmConfig, DataConfig, RunConfig
 from jaxrl.data.packing import gather, pack
 from jaxrl.learner.policy_objective import policy_loss_inputs
-from jaxrl.trainer.phases.parts import sequences_weight
 from jaxrl.types import TrainingSample
 from tests.algorithms import peers
 

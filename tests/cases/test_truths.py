@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import RewardConfig, RunConfig
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.sources.rows import Dropped, SourceRow
 from jaxrl.environments.builtin.calculator import Calculator
 from jaxrl.environments.worker import checked_step
 from jaxrl.http.errors import RequestError

@@ -306,7 +306,7 @@ def test_auto_on_gpu_depends_on_the_shape(
     for name in IMPLEMENTATIONS:
         monkeypatch.setitem(IMPLEMENTATIONS, name, functools.partial(record, name))
     monkeypatch.setattr("jaxrl.kernels.choice.target_platform", lambda: "gpu")
-    monkeypatch.setattr("jaxrl.kernels.attention.cudnn.target_device_kind", lambda: chip)
+    monkeypatch.setattr("jaxrl.kernels.attention.limits.target_device_kind", lambda: chip)
     q, rows = jnp.zeros((1, 64, 2, width), dtype), jnp.ones((1, 64), jnp.int32)
     visibility = separate_segments(rows) if options.get("shared") else None
     how = dict(spec=AttentionSpec(1.0, options.get("softcap")), window=options.get("window", 0))

@@ -19,7 +19,8 @@ from jaxrl.learner.policy_objective import Coefs, token_loss_sums
 from jaxrl.learner.step import put_batch
 from jaxrl.learner.xla import compiler_options
 from jaxrl.runtime.flat_program import unflatten
-from jaxrl.trainer.phases.parts import part_factors, policy_weight, sampled_parts
+from jaxrl.trainer.phases.mini_batches import policy_weight
+from jaxrl.trainer.phases.parts import part_factors, sampled_parts
 from sharding import PIPELINE, TRAIN, make_mesh
 from tests.learner.test_pipeline_1f1b import STACKED, host_weights
 from tests.learner.test_prefixes import SAMPLES as GROUPS

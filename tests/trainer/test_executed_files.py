@@ -19,7 +19,7 @@ from jaxrl.trainer.rl_step import train_step
 from jaxrl.trainer.setup.opening import open_run
 
 ROOT = Path(__file__).parents[2]
-MAX_OPENING, MAX_STEP = 201, 67  # files
+MAX_OPENING, MAX_STEP = 193, 63  # files
 
 
 @contextlib.contextmanager

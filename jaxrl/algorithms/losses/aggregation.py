@@ -7,7 +7,7 @@ so Σ mask / response_len counts the episodes.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -98,3 +98,18 @@ def aggregate(
     """(sum, weight) of per-token losses; the loss is Σ sums / Σ weights over all micro-batches."""
     row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
     return row.function(loss, mask, response_len, max_response_len)
+
+
+def sequences_weight(
+    response_lens: Sequence[int], shares: Sequence[float] | None = None, *, mode: str
+) -> float:
+    """The weight in which the aggregation `mode` counts sequences.
+
+    It is their number, with their `shares` of an episode, one each by default, or the number of
+    their tokens if the weight counts tokens. A sum over tokens is divided by 1.
+    """
+    row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
+    if row.weight == "none":
+        return 1.0
+    n_sequences = len(response_lens) if shares is None else sum(shares)
+    return float(sum(response_lens) if row.weight == "tokens" else n_sequences)

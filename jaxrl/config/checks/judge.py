@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl.config.keys import JudgeConfig, RunConfig
 from jaxrl.config.packages import install_advice
 from jaxrl.config.plugins import options
-from jaxrl.config.schema import flatten, to_dict
+from jaxrl.config.schema import changed_keys, to_dict
 
 _JUDGES = ("judge", "judge_pairs")
 _OF_PAIRS = (".against", ".opponents", ".swap")
@@ -191,9 +191,3 @@ def _reference_errors(run: RunConfig) -> list[str]:
             "weights that change; set it to 0, or reward.judge.weights='policy'"
         ]
     return []
-
-
-def changed_keys(section: str, values: Any, defaults: Any) -> list[str]:
-    """The keys of a section that differ from their defaults."""
-    found, default = flatten(to_dict(values)), flatten(to_dict(defaults))
-    return [f"{section}.{name}={v!r}" for name, v in found.items() if v != default[name]]

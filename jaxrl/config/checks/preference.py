@@ -1,6 +1,5 @@
 """Rules between the keys of preference optimization."""
 
-from jaxrl.config.checks.judge import changed_keys
 from jaxrl.config.choices import (
     CPO_LOSSES,
     F_DIVERGENCE_LOSSES,
@@ -11,6 +10,7 @@ from jaxrl.config.choices import (
     SMOOTHED_LOSSES,
 )
 from jaxrl.config.keys import PreferenceConfig, RunConfig
+from jaxrl.config.schema import changed_keys
 
 # Losses that read a key: with none of them, another value than the default has no effect.
 READERS = {

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from jaxrl.config.checks.judge import changed_keys, judge_errors
+from jaxrl.config.checks.judge import judge_errors
 from jaxrl.config.choices import REWARDS
 from jaxrl.config.keys import RewardModelConfig, RunConfig
-from jaxrl.config.schema import did_you_mean, is_import_path
+from jaxrl.config.schema import changed_keys, did_you_mean, is_import_path
 
 
 def reward_errors(run: RunConfig) -> list[str]:

@@ -11,11 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.images.decoding import UnusableImageError, find_source
 from jaxrl.data.images.processing import ImageProcessor
 from jaxrl.data.images.references import ImageReference, mark_parts
-from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.sources.rows import Dropped, SourceRow
 from jaxrl.types import ImageInput
 
 N_RECENT = 256  # images that are not decoded again

@@ -1,4 +1,4 @@
-"""Numbered rows of data sources: files, folders, and generated tasks."""
+"""Numbered rows of data sources: files, folders, and generated tasks; and those left out."""
 
 import dataclasses
 import itertools
@@ -18,6 +18,17 @@ class SourceRow:
     number: int  # from 0, over the concatenated sources
     place: str  # "file:row" for error messages, counted from 1
     columns: dict[str, Any]  # under the names of data.columns
+
+
+@dataclasses.dataclass
+class Dropped:
+    """Rows that a run leaves out: lengths over the limit, and errors of unusable images."""
+
+    lengths: list[int] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.lengths) + len(self.errors)
 
 
 def number_rows(sources: Sequence[str], columns: Sequence[str]) -> Iterator[SourceRow]:

@@ -8,8 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blockwise import attention_blockwise
-from jaxrl.kernels.attention.cudnn import attention_cudnn, unsupported_by_cudnn, unsupported_gpu
-from jaxrl.kernels.attention.limits import MAX_LEN, unsupported_by_triton
+from jaxrl.kernels.attention.cudnn import attention_cudnn
+from jaxrl.kernels.attention.limits import (
+    MAX_LEN,
+    unsupported_by_cudnn,
+    unsupported_by_triton,
+    unsupported_gpu,
+)
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import Defaults, Implementations, choose

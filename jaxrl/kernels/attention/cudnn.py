@@ -20,14 +20,13 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.attention.limits import unsupported_by_cudnn
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
-from jaxrl.kernels.choice import check_platform, is_since_hopper
+from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 from jaxrl.kernels.visibility import Visibility, check_separate
-from sharding import target_device_kind
 
 SLOT_BYTES = 2**29  # cuDNN's working memory for the slots of one call
-MAX_HEAD_DIM = 256
 
 # Matrix products inside a call: contracted axes and batch axes of the left and the right operand.
 FORWARD = {"bmm1": ((3, 3), ((0, 2), (0, 2))), "bmm2": ((3, 1), ((0, 1), (0, 2)))}
@@ -54,30 +53,6 @@ class Slots:
     starts: jax.Array  # int32 [S], first token; the number of all tokens for an empty slot
     lengths: jax.Array  # int32 [S], tokens; 0 for an empty slot
     of_token: jax.Array  # int32 [B, T], slot of each token; outside 0 .. S - 1 for none
-
-
-def unsupported_by_cudnn(
-    q: jax.Array, window: int | jax.Array, softcap: float | None, *, sinks: bool = False
-) -> str | None:
-    """The property of these queries that cuDNN does not support and the remedy; None if it does."""
-    H = q.shape[-1]
-    if q.dtype != jnp.bfloat16:
-        return f"queries of {q.dtype} (set config.model.dtype to 'bfloat16')"
-    if H > MAX_HEAD_DIM or H % 8:
-        return f"heads of width {H}, no multiple of 8 up to {MAX_HEAD_DIM}"
-    if softcap is not None:
-        return f"soft caps ({softcap:g})"
-    if sinks:
-        return "attention sinks"
-    if not isinstance(window, int):
-        return "windows that differ between stacked layers (set config.model.layers to 'list')"
-    return None
-
-
-def unsupported_gpu() -> str | None:
-    """The GPU of the current mesh if it is not known to have cuDNN's packed layout."""
-    kind = target_device_kind()
-    return None if is_since_hopper(kind) else kind
 
 
 def attention_cudnn(

@@ -79,19 +79,13 @@ def make_experience(
     if baselines is not None:
         baselines = scaled_rewards(baselines, scale, cfg.reward)
     sampled = [
-        in_parts(
-            to_samples(
-                r.rollout,
-                cfg.algorithm,
-                group=i,
-                turn_rewards=turn_rewards(r, scale, cfg),
-            ),
-            r.rollout,
-            cfg.algorithm,
-        )
+        to_samples(r.rollout, cfg.algorithm, group=i, turn_rewards=turn_rewards(r, scale, cfg))
         for i, group in enumerate(groups)
         for r in group
     ]
+    if cfg.algorithm.parts:
+        pairs = zip(sampled, rollouts, strict=True)
+        sampled = [in_parts(episode, r.rollout, cfg.algorithm) for episode, r in pairs]
     samples = [s for episode in sampled for s in episode]
     n_samples = [len(episode) for episode in sampled]  # all with the reward of the episode
     rewards = np.repeat(scaled_rewards(raw_rewards, scale, cfg.reward), n_samples)
@@ -103,8 +97,10 @@ def make_experience(
     if reads_responses(cfg):
         samples, read = read_by_teachers(core, samples)
         metrics |= read
-    given = core.demonstrations.of_step(core.clock.step) if core.demonstrations else []
-    demonstrations = given_samples(given, cfg.algorithm)
+    demonstrations = []
+    if core.demonstrations:
+        given = core.demonstrations.of_step(core.clock.step)
+        demonstrations = given_samples(given, cfg.algorithm)
     if core.learner.value_scorer is not None:
         samples = add_values(core, core.learner.value_scorer, samples)
     role_baselines = core.role_baselines
@@ -128,8 +124,9 @@ def make_experience(
             step=core.clock.step,
             demonstrations=demonstrations,
         )
-    trained = [*samples, *demonstrations]
-    metrics |= more_metrics | part_metrics(trained, core.clock.step, cfg.algorithm)
+    metrics |= more_metrics
+    if cfg.algorithm.parts:
+        metrics |= part_metrics([*samples, *demonstrations], core.clock.step, cfg.algorithm)
     return Experience(mini_batches, len(rollouts), scale, role_baselines, metrics)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.kl import KL_ESTIMATORS
-from jaxrl.algorithms.losses.aggregation import SumAndWeight, apply_mask
+from jaxrl.algorithms.losses.aggregation import SumAndWeight, apply_mask, sequences_weight
 from jaxrl.algorithms.losses.covariance import covariances, select_top_entropy
 from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
@@ -27,7 +27,7 @@ from jaxrl.data.packing import (
 )
 from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.phases.advantage import RewardParts, add_advantages
-from jaxrl.trainer.phases.parts import part_factors, policy_weight
+from jaxrl.trainer.phases.parts import part_factors
 from jaxrl.trainer.phases.self_distillation import read_by_teacher
 from jaxrl.trainer.phases.turns import anchor_states
 from jaxrl.types import Batch, Rollout, TrainingSample
@@ -175,16 +175,23 @@ def split_mini_batches(
             extra = weight = 1.0
         trained = [*active, *given]
         counted = [*trained, *(s for s in idle if s.n_loss_tokens)]
+        factors = part_factors(counted, weight, step, cfg.algorithm) if cfg.algorithm.parts else ()
         mini_batches.append(
             MiniBatch(
                 pack_samples(trained, cfg, n_ranks),
                 idle,
                 mini,
                 extra_weight=extra,
-                part_factors=part_factors(counted, weight, step, cfg.algorithm),
+                part_factors=factors,
             )
         )
     return mini_batches
+
+
+def policy_weight(samples: Sequence[TrainingSample], cfg: AlgorithmConfig) -> float:
+    """The weight of samples in the denominator of the policy's terms."""
+    lens, shares = [s.n_loss_tokens for s in samples], [s.share for s in samples]
+    return sequences_weight(lens, shares, mode=cfg.aggregation)
 
 
 def packing_metrics(mini_batches: Sequence[MiniBatch], n_samples: int) -> dict[str, float]:

@@ -1,12 +1,11 @@
-"""Denominators of a mini-batch, and the tokens and factors of the parts of the objective."""
+"""Parts of the objective (algorithm.parts) in a step: their tokens, factors and metrics."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrl.algorithms.losses.aggregation import AGGREGATIONS
-from jaxrl.algorithms.table import lookup
+from jaxrl.algorithms.losses.aggregation import sequences_weight
 from jaxrl.config.choices import RESPONSE_PARTS
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.parts import names_roles, parse_parts, part_of
@@ -15,27 +14,6 @@ from jaxrl.data.image_places import is_text
 from jaxrl.learner.parts import in_part, token_parts
 from jaxrl.trainer.phases.turns import observation_roles
 from jaxrl.types import Batch, Demonstration, Rollout, TrainingSample
-
-
-def sequences_weight(
-    response_lens: Sequence[int], shares: Sequence[float] | None = None, *, mode: str
-) -> float:
-    """The weight in which the aggregation `mode` counts sequences.
-
-    It is their number, with their `shares` of an episode, one each by default, or the number of
-    their tokens if the weight counts tokens. A sum over tokens is divided by 1.
-    """
-    row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
-    if row.weight == "none":
-        return 1.0
-    n_sequences = len(response_lens) if shares is None else sum(shares)
-    return float(sum(response_lens) if row.weight == "tokens" else n_sequences)
-
-
-def policy_weight(samples: Sequence[TrainingSample], cfg: AlgorithmConfig) -> float:
-    """The weight of samples in the denominator of the policy's terms."""
-    lens, shares = [s.n_loss_tokens for s in samples], [s.share for s in samples]
-    return sequences_weight(lens, shares, mode=cfg.aggregation)
 
 
 def with_parts(
@@ -62,7 +40,7 @@ def sampled_parts(
     cfg: AlgorithmConfig,
     roles: Sequence[np.ndarray] = (),
 ) -> list[TrainingSample]:
-    """The samples of a rollout with the parts of its tokens, if any are set.
+    """The samples of a rollout with the parts of its tokens.
 
     `roles` are the `observation_roles` of each, if parts name them. Tokens of images are in no
     part: the model never writes them.
@@ -73,8 +51,6 @@ def sampled_parts(
         found = {(kind, ""): sample.loss_mask for kind in RESPONSE_PARTS}
         return found | {("observations", str(r)): given & (role == r) for r in np.unique(role)}
 
-    if not cfg.parts:
-        return list(samples)
     roles = roles or [np.full(len(s.tokens), "") for s in samples]
     pairs = zip(samples, roles, strict=True)
     return [with_parts(s, masks(s, role), source, cfg) for s, role in pairs]

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.algorithms.losses.aggregation import sequences_weight
 from jaxrl.data.packing import Packed, pack_samples
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.policy_objective import START_METRICS
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.mini_batches import MiniBatch
-from jaxrl.trainer.phases.parts import sequences_weight, with_trained_parts
+from jaxrl.trainer.phases.parts import with_trained_parts
 from jaxrl.types import Tree
 from sharding import hosts, to_device, to_host
 
@@ -56,7 +57,9 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
             if cfg.check_finite:
                 check_finite(one, mini.packed, core.cfg.run_path, core.clock.step + 1)
             core.clock.step_restartable = False
-            metrics.append(with_trained_parts(one, batches, cfg.algorithm))
+            if cfg.algorithm.parts:
+                one = with_trained_parts(one, batches, cfg.algorithm)
+            metrics.append(one)
     if not needs_old_logp(cfg):
         metrics = with_first_mismatch(metrics)
     return average_updates(metrics) | {"perf/n_updates": float(len(metrics))}

@@ -82,7 +82,8 @@ def open_host(session: Session, own: OwnFunctions | None = None) -> HostSide:
         maker = make_prompt_maker(cfg, models)
         iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
         demonstrations = open_demonstrations(cfg, models)
-        check_part_sources(cfg, iterator.items, demonstrations)
+        if cfg.algorithm.parts:
+            check_part_sources(cfg, iterator.items, demonstrations)
         check_teacher_texts(cfg, iterator.items, models.decoder)
         check_teacher_sources(cfg, iterator.items)
         endpoints = open_endpoints(cfg, models)

@@ -102,8 +102,8 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
         tower = known_tower(policy) if cfg.data.images else None
         if prints_date(renderer.template):
             progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
-        decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
         if images is not None:
+            decoder = with_trained_tower(decoder, tower, cfg.model.freeze_vision)
             check_roles_with_images(cfg, folders)
             towers = {
                 role: other_tower(cfg, teacher, folders.teachers[role], policy, images)

@@ -354,7 +354,8 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         demonstrations=host.demonstrations,
         endpoints=host.endpoints,
     )
-    load_reference_towers(core)
+    if learner.encoder is not None:
+        load_reference_towers(core)
     check_disk(core)
     return core
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.dropped import Dropped
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.sources.rows import SourceRow
+from jaxrl.data.sources.rows import Dropped, SourceRow
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.truths import answers, check_truth, takes
 from jaxrl.tracking.progress import Progress

@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, masked_max
-from jaxrl.trainer.phases.parts import sequences_weight
+from jaxrl.algorithms.losses.aggregation import (
+    AGGREGATIONS,
+    aggregate,
+    masked_max,
+    sequences_weight,
+)
 
 # Sequence a: 1 response token, loss 6. Sequence b: 3 response tokens, losses 1, 2, 3.
 WANT = {
