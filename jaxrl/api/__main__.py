@@ -83,19 +83,17 @@ def make_service(
     options: argparse.Namespace, run: RunConfig, store: Store, model: Model
 ) -> Service:
     metrics, layout = ServerMetrics(), model.layout
-    encoders = [*model.encoders] * (1 + options.slots)  # of the base, and of each place
     engine = ServingThread(
         model.engine,
         model.params,
         model.mesh,
         metrics,
         max_tasks=2 * options.max_waiting,
-        encoders=encoders,
     )
     base = without_adapters(model.params)
-    images: BatchImages | None = encoders[0] if encoders else None
+    images: BatchImages | None = model.encoders[0] if model.encoders else None
     if options.train_vision:
-        images = TowerInputs(encoders[0])
+        images = TowerInputs(model.encoders[0])
         with jax.set_mesh(model.mesh):
             base = with_tower(base, model)
     lora = None if options.full else room_for(base.cfg, options.max_rank)
@@ -118,7 +116,7 @@ def make_service(
         engine,
         metrics,
         ThreadPoolExecutor(WRITERS, "writer"),
-        AdapterSlots(options.slots, loader(model, engine, encoders, trains_all=options.full)),
+        AdapterSlots(options.slots, loader(model, engine, trains_all=options.full)),
         options.timeout_s,
         trains_all=options.full,
     )

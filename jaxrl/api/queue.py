@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from jaxrl.api.lanes import OptimizerCall, SharedCall, TrainingCall
-from jaxrl.api.store import DONE, FAILED, GroupCommit, Store, failure
+from jaxrl.api.store import DONE, FAILED, GroupCommit, RequestResult, Store, failure
 from jaxrl.http.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Results:
         self._store, self._commits = store, commits
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task] = set()  # asyncio itself keeps no reference
+        self._unrecorded: dict[str, RequestResult] = {}  # errors of results that were not stored
 
     def expect(self, request: str) -> None:
         """The work of this request will be run."""
@@ -61,9 +62,21 @@ class Results:
         except Exception as error:  # of the device: other requests continue
             log.exception("the request %s failed", request)
             body = failure(f"the server failed ({type(error).__name__})", by_client=False)
-        self._store.end(request, state, body)
-        await self._commits.wait()
+        try:
+            try:
+                self._store.end(request, state, body)
+            finally:  # SQLite may have undone changes of others, too: they fail now
+                await self._commits.wait()
+        except Exception as error:  # of the disk: other requests continue
+            log.exception("the result of the request %s cannot be stored", request)
+            message = f"the server could not store the result ({type(error).__name__})"
+            self._unrecorded[request] = RequestResult(FAILED, failure(message, by_client=False))
         self._ended.pop(request).set()
+
+    def result(self, request: str, owner: str) -> RequestResult:
+        """The outcome so far; `wait` waits for one. Raises RequestError as Store.result does."""
+        found = self._store.result(request, owner)
+        return self._unrecorded.get(request, found)
 
     def end_polls(self) -> None:
         """Ends the waiting of all clients, for example before a shutdown."""
@@ -104,6 +117,7 @@ class TrainingQueue:
         self._max_lanes, self._max_queued = max_lanes, max_queued
         # By client and by model; of both, and of the requests of a model, the next one first.
         self._waiting: dict[str, dict[str, collections.deque[QueuedRequest]]] = {}
+        self._n_accepted: collections.Counter[str] = collections.Counter()  # by client
         self._added = asyncio.Event()
         self._stepped = False  # by the last dispatch
         # The models of the last two dispatches of lanes, whose next calls are expected soon.
@@ -111,12 +125,23 @@ class TrainingQueue:
 
     def check_room(self, owner: str) -> None:
         """Raises RequestError (429) if the client has too many requests in the queue."""
-        if sum(map(len, self._waiting.get(owner, {}).values())) >= self._max_queued:
+        if self._n_accepted[owner] >= self._max_queued:
             raise RequestError(
                 429, f"{self._max_queued} training requests are queued; try again later"
             )
 
+    def accept(self, owner: str) -> None:
+        """Counts a request from now on, which `add` or `drop` then follows."""
+        self._n_accepted[owner] += 1
+
+    def drop(self, owner: str) -> None:
+        """Counts an accepted request no longer."""
+        self._n_accepted[owner] -= 1
+        if not self._n_accepted[owner]:
+            del self._n_accepted[owner]
+
     def add(self, owner: str, model: str, request: str, work: QueuedWork) -> None:
+        """Queues an accepted request."""
         self._results.expect(request)
         queue = self._waiting.setdefault(owner, {}).setdefault(model, collections.deque())
         queue.append(QueuedRequest(owner, model, request, work))
@@ -192,6 +217,7 @@ class TrainingQueue:
     def _remove(self, head: QueuedRequest) -> None:
         """Takes the next request of a model out of the queue."""
         self._to_end(head)
+        self.drop(head.owner)
         models = self._waiting[head.owner]
         models[head.model].popleft()
         if not models[head.model]:

@@ -5,7 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Callable, MutableSequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,15 @@ from sharding.rules import DECODE
 MAX_SEED = 2**31 - 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A place of the engine with an adapter."""
+
+    slot: int  # 0: the base model
+    # Of the adapter, which may change the tower; None: that of the base model
+    encoder: ImageEncoder | None = None
+
+
 class AdapterSlots:
     """The places of adapters in the engine: which folder each has, and who uses it.
 
@@ -39,10 +48,14 @@ class AdapterSlots:
     recently used one is overwritten. KV that was cached with its old weights is then dropped.
     """
 
-    def __init__(self, n: int, load: Callable[[int, Path, bool], asyncio.Future]):
-        """`load(slot, folder, drop_cache)` puts an adapter into a place, from 1."""
+    def __init__(self, n: int, load: Callable[[int, Path, bool], Awaitable[ImageEncoder | None]]):
+        """`load(slot, folder, drop_cache)` puts an adapter into a place, from 1.
+
+        Its result is the encoder of the place.
+        """
         self._load = load
         self._folders: dict[int, Path] = {}
+        self._encoders: dict[int, ImageEncoder | None] = {}
         self._users: collections.Counter[int] = collections.Counter()
         self._order = list(range(1, n + 1))  # the least recently used first
         self._cached: set[int] = set()  # used since the cache was last dropped
@@ -50,14 +63,14 @@ class AdapterSlots:
         self._loading = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def slot(self, folder: Path | None) -> AsyncIterator[int]:
-        """The place of the adapter in `folder` during the block; 0 without one: the base model."""
+    async def place(self, folder: Path | None) -> AsyncIterator[Place]:
+        """The place of the adapter in `folder` during the block; without one, the base model."""
         if folder is None:
-            yield 0
+            yield Place(0)
             return
         slot = await self._acquire(folder)
         try:
-            yield slot
+            yield Place(slot, self._encoders[slot])
         finally:
             self._users[slot] -= 1
             async with self._changed:
@@ -90,7 +103,7 @@ class AdapterSlots:
         self._folders.pop(slot, None)
         drop = slot in self._cached
         try:
-            await self._load(slot, folder, drop)
+            self._encoders[slot] = await self._load(slot, folder, drop)
         except BaseException:
             self._users[slot] -= 1
             raise
@@ -115,22 +128,22 @@ class Sampler:
         """The encoded responses. Raises RequestError as ActiveResponse does."""
         if self.trains_all:
             folder = folder or self.model.folder
-        async with self.slots.slot(folder) as slot:
-            slot = 0 if self.trains_all else slot
+        async with self.slots.place(folder) as place:
+            place = Place(0) if self.trains_all else place
             prompt = top = None
             if request.prompt_logprobs or request.n_top_prompt:
-                prompt, top = await self._prompt(request, slot)
-            with contextlib.closing(self._start(request, slot)) as response:
+                prompt, top = await self._prompt(request, place.slot)
+            with contextlib.closing(self._start(request, place)) as response:
                 await response.finish()
             samples = [_sample(choice, request.n_top) for choice in response.choices]
         return sample_output(samples, prompt if request.prompt_logprobs else None, top)
 
-    def _start(self, request: SampleRequest, slot: int) -> ActiveResponse:
+    def _start(self, request: SampleRequest, place: Place) -> ActiveResponse:
         seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed & MAX_SEED
         generation = GenerationRequest(
             endpoint="completions",
             model="",
-            adapter=slot,
+            adapter=place.slot,
             prompts=(request.tokens,),
             max_tokens=(request.max_tokens,),
             sampling=request.sampling,
@@ -153,6 +166,7 @@ class Sampler:
             self.metrics,
             workers=self.workers,
             timeout_s=self.timeout_s,
+            encoder=place.encoder or next(iter(self.model.encoders), None),
         )
 
     async def _prompt(
@@ -181,46 +195,39 @@ class Sampler:
 
 
 def loader(
-    model: Model,
-    engine: ServingThread,
-    encoders: MutableSequence[ImageEncoder],
-    *,
-    trains_all: bool,
-) -> Callable[[int, Path, bool], asyncio.Future]:
-    """The `load` of AdapterSlots for an engine; with `trains_all` a folder has a whole model.
-
-    `encoders` are those of the base model and of each place; an adapter may change the tower.
-    """
+    model: Model, engine: ServingThread, *, trains_all: bool
+) -> Callable[[int, Path, bool], Awaitable[ImageEncoder | None]]:
+    """The `load` of AdapterSlots for an engine; with `trains_all` a folder has a whole model."""
     versions, layout = iter(range(1, 2**62)), model.layout
 
-    def load(slot: int, folder: Path, drop_cache: bool) -> asyncio.Future:
-        def work(params: Tree) -> tuple[Tree, None]:
+    def load(slot: int, folder: Path, drop_cache: bool) -> Awaitable[ImageEncoder | None]:
+        def work(params: Tree) -> tuple[Tree, ImageEncoder | None]:
+            encoder = None
             if trains_all:
                 read = load_params(folder, layout.rules, params.cfg, layout.dtype)
                 new = layout.prepare(read)
             else:
                 how: Any = dict(rules=layout.rules, dtype=layout.dtype)
-                source = model.folder if encoders else None
+                source = model.folder if model.encoders else None
                 new = put_adapter(params, slot, folder, **how, source=source)
-                if encoders:
-                    encoders[slot] = adapted_encoder(encoders[0], folder, model, params.cfg)
+                if model.encoders:
+                    encoder = adapted_encoder(folder, model, params.cfg)
             if drop_cache:
                 model.engine.set_version(next(versions))
-            return new, None
+            return new, encoder
 
         return asyncio.wrap_future(engine.run(work))
 
     return load
 
 
-def adapted_encoder(
-    base: ImageEncoder, adapter: Path, model: Model, decoder: DecoderConfig
-) -> ImageEncoder:
-    """The encoder of the base model, or another one for an adapter that changes the tower."""
+def adapted_encoder(adapter: Path, model: Model, decoder: DecoderConfig) -> ImageEncoder | None:
+    """The encoder of an adapter that changes the tower; None: that of the base model."""
+    base = model.encoders[0]
     how: Any = dict(rules=model.layout.rules, dtype=base.dtype)
     tower = load_adapted_tower(adapter, model.folder, decoder, **how)
     if tower is None:
-        return base
+        return None
     found = base.another(decoder)
     found.load(tower)
     return found

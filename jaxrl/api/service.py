@@ -274,14 +274,14 @@ class Service:
         """Queues a training request, unless the client sends it again; the future of its result."""
         self.queue.check_room(client)
         if self.store.begin(request, client, kind, model if seq_id else "", seq_id):
-            self.results.expect(request)
+            self.queue.accept(client)  # before others of the same commit are checked
             add = functools.partial(self.queue.add, client, model, request, work)
-            self.commits.after(add)
+            self.commits.after(add, functools.partial(self.queue.drop, client))
         return {"request_id": request, "model_id": model}
 
     def result(self, request: str, client: str) -> RequestResult:
         """The outcome so far; `results.wait` waits for one."""
-        return self.store.result(request, client)
+        return self.results.result(request, client)
 
     # Sampling
 
@@ -321,13 +321,16 @@ class Service:
                 try:
                     return await self.sampler_of.sample(request, folder)
                 finally:
-                    self._n_sampling -= request.n
+                    self._end_sampling(request.n)
 
             self._n_sampling += request.n
-            self.results.expect(name)
-            self.commits.after(functools.partial(self.results.start, name, work))
+            start = functools.partial(self.results.start, name, work)
+            self.commits.after(start, functools.partial(self._end_sampling, request.n))
         ids = [f"{name}:{i}" for i in range(request.n)]
         return {"request_id": name, "sample_sequence_ids": ids}
+
+    def _end_sampling(self, n: int) -> None:
+        self._n_sampling -= n
 
     # What there is
 

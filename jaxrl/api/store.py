@@ -59,6 +59,7 @@ class Store:
         self._read: dict[str, float] = {}  # results that clients have read since the last commit
         self._cleaned = 0.0
         self._closed = False
+        self._rolled_back: sqlite3.Error | None = None  # why SQLite ended the open transaction
         self._db = sqlite3.connect(
             folder / FILE, check_same_thread=False, isolation_level=None, timeout=0.1
         )
@@ -92,22 +93,26 @@ class Store:
     @property
     def changed(self) -> bool:
         """Whether there are changes that have not been committed."""
-        return self._db.in_transaction
+        return self._db.in_transaction or self._rolled_back is not None
 
     def commit(self) -> None:
         """Writes all changes to the file, or none of them if it fails."""
         read, self._read = self._read, {}
         sql = "UPDATE futures SET read = ? WHERE id = ? AND read IS NULL"
-        for request, seconds in read.items():
-            self._change(sql, seconds, request)
-        self._remove_old()
-        with self._lock:
-            try:
+        try:
+            for request, seconds in read.items():
+                self._change(sql, seconds, request)
+            self._remove_old()
+            with self._lock:
+                if self._rolled_back is not None:
+                    raise self._rolled_back
                 if self._db.in_transaction:
                     self._db.execute("COMMIT")
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
+        except BaseException:
+            with self._lock:
+                self._db.rollback()
+                self._rolled_back = None
+            raise
 
     def _remove_old(self) -> None:
         """Deletes results that are not kept any more, once in CLEANED_S."""
@@ -122,7 +127,12 @@ class Store:
         with self._lock:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute(sql, values)
+            try:
+                self._db.execute(sql, values)
+            except sqlite3.Error as error:
+                if not self._db.in_transaction:  # the changes before it are lost, too
+                    self._rolled_back = error
+                raise
 
     def _run(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:
@@ -282,11 +292,11 @@ class GroupCommit:
     def __init__(self, store: Store):
         self._store = store
         self._next: asyncio.Future[None] | None = None
-        self._after: list[Callable[[], None]] = []
+        self._after: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
 
-    def after(self, call: Callable[[], None]) -> None:
-        """Calls the function once the changes so far are in the file, and not if that fails."""
-        self._after.append(call)
+    def after(self, call: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        """Calls the function once the changes so far are in the file, or `failed` if that fails."""
+        self._after.append((call, failed))
         self._begin()
 
     async def wait(self) -> None:
@@ -306,9 +316,12 @@ class GroupCommit:
         try:
             self._store.commit()
         except Exception as error:  # of the disk: the requests fail, and clients send them again
+            for _, failed in after:
+                if failed is not None:
+                    failed()
             done.set_exception(error)
             return
-        for call in after:
+        for call, _ in after:
             call()
         done.set_result(None)
 

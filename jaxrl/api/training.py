@@ -168,7 +168,7 @@ class Trainer:
         filled = [*adapters, *[adapters[0]] * padding]
         values = [dataclasses.asdict(one) for one in [*params, *[params[0]] * padding]]
         states = [(one.weights, one.moments, one.gradient) for one in filled]
-        if adapters[0].lora is None:  # all weights of the only model
+        if self.trains_all:  # all weights of the only model
             options = {name: np.float32(value) for name, value in values[0].items()}
             stepped, norms = _full_step(*states[0], options)
         else:

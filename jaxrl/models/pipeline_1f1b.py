@@ -90,7 +90,8 @@ def gradients_1f1b(
     sums over tokens, [layers, ...]; `layers` and `frozen` are sharded over the stages, and only
     `layers` has a gradient. `objective(top, hidden, rows)` is (loss, sums) of one micro-batch from
     the output of the last layer. `stage_rows` and `rows` are the further inputs of both,
-    [B, T, ...]; `added`, [M, ranks, T, ...], are those of all stages that have a gradient.
+    [B, T, ...]; `added`, [M, ranks, T, ...], are those of all stages that have a gradient. If the
+    caller does not use it, as with a frozen vision tower, `jax.jit` removes it from the loops.
     `load_gradient` is the gradient of the loss with respect to the sums of `stage`. `zero_sums` are
     the sums of no micro-batch.
     """

@@ -93,7 +93,6 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> ServerState:
         metrics,
         max_tasks=max_tasks,
         step=model.step,
-        encoders=model.encoders,
     )
     watcher = None
     if options.follow and model.checkpoints is not None:
@@ -111,6 +110,7 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> ServerState:
         tokens=TokenTexts(model.renderer),
         api_key=options.api_key,
         timeout_s=options.timeout_s,
+        encoders=model.encoders,
     )
 
 

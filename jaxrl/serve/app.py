@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
@@ -21,6 +21,7 @@ from jaxrl.http.dialects.responses import responses_names
 from jaxrl.http.errors import RequestError
 from jaxrl.http.replies import ERROR_HANDLERS, has_key, while_connected
 from jaxrl.json_text import Json
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.choice import Choice, Delta
 from jaxrl.serve.compilation import BackgroundCompiler
@@ -62,6 +63,7 @@ class ServerState:
     tokens: TokenTexts
     api_key: str  # "" = no key required
     timeout_s: float
+    encoders: Sequence[ImageEncoder] = ()  # of the base model and each adapter; none: text only
     watcher: CheckpointWatcher | None = None  # with --follow
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -187,6 +189,7 @@ class ServerState:
             self.metrics,
             workers=self.writers,
             timeout_s=self.timeout_s,
+            encoder=self.encoders[request.adapter] if self.encoders else None,
         )
 
     async def respond(

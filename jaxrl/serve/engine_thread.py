@@ -36,7 +36,8 @@ class GenerationTask:
     deliver: Deliver
     # The weights stay loaded after generation ends, until `finish_with_weights` or `cancel`.
     keep_weights: bool = False
-    images: tuple[PlacedImage, ...] = ()  # of the prompt, whose features the thread computes
+    images: tuple[PlacedImage, ...] = ()  # of the prompt
+    encoder: ImageEncoder | None = None  # computes their features; None: there are none
     slot: int = -1  # of the engine, once submitted to it
     step: int | None = None  # training step of the weights, once submitted to the engine
 
@@ -57,15 +58,11 @@ class ServingThread:
         *,
         max_tasks: int,
         step: int | None = None,
-        encoders: Sequence[ImageEncoder] = (),
     ):
         """`max_tasks` bounds running and queued tasks together.
 
         `step` is the training step of `params`, or None if they are not from a checkpoint.
-        `encoders` compute the features of images for the base model and for each adapter, if the
-        model reads images.
         """
-        self._encoders = encoders
         self._engine, self._params, self._mesh, self._metrics = engine, params, mesh, metrics
         self.max_tasks = max_tasks
         self.step = step
@@ -243,8 +240,7 @@ class ServingThread:
     def _start(self, task: GenerationTask) -> None:
         task.step = self.step
         try:
-            encoder = self._encoders[task.request.adapter] if task.images else None
-            images = request_images(task.images, encoder)
+            images = request_images(task.images, task.encoder)
             task.slot = self._engine.submit(dataclasses.replace(task.request, images=images))
         except ValueError as error:
             self._forget(task)

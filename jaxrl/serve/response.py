@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.api import Generated, Request
 from jaxrl.http.errors import RequestError
+from jaxrl.learner.image_encoder import ImageEncoder
 from jaxrl.serve.choice import Choice, Delta, Detokenize
 from jaxrl.serve.engine_thread import GenerationTask, ServingThread
 from jaxrl.serve.metrics import ServerMetrics
@@ -36,9 +37,13 @@ class ActiveResponse:
         *,
         workers: Executor,
         timeout_s: float,
+        encoder: ImageEncoder | None = None,
     ):
-        """`workers` detokenize and format, so that the event loop stays free for other clients."""
-        self.request, self._workers = request, workers
+        """`workers` detokenize and format, so that the event loop stays free for other clients.
+
+        `encoder` computes the features of images for the request's adapter; None: text only.
+        """
+        self.request, self._workers, self._encoder = request, workers, encoder
         self._engine, self._metrics = engine, metrics
         self._start = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + timeout_s
@@ -81,6 +86,7 @@ class ActiveResponse:
             self._deliver_to(index),
             keep_weights=request.needs_scoring,
             images=request.images,
+            encoder=self._encoder,
         )
 
     async def deltas[T](

@@ -27,7 +27,7 @@ from jaxrl.models.image_features import ImageFeatures
 from jaxrl.models.lora import add_adapters, combine, split, without_adapters
 from jaxrl.models.packed import forward_packed
 from jaxrl.types import ImageInput
-from scripts.make_tiny_vlm import SPECIAL, write_tiny_vlm
+from scripts.make_tiny_vlm import SPECIAL
 from tests.api.api_cases import Client, arguments, loaded, loss_sum, sampled, serving
 from tests.data.images.pictures import encoded
 
@@ -79,13 +79,6 @@ def test_what_cannot_be_used_is_refused(chunks, reader, words):
     with pytest.raises(RequestError, match=re.escape(words)) as failed:
         place_chunks(chunks, reader, "datum 0", "data")
     assert failed.value.status == 400
-
-
-@pytest.fixture(scope="module")
-def vlm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vlm") / "model"
-    write_tiny_vlm(folder, width=32, n_layers=2)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,7 @@ def run(store, *works, max_queued: int = 9) -> list[str]:
 
         for client, model, name, given in works:
             queue.check_room(client)
+            queue.accept(client)
             store.begin(name, client, "optim_step")
             queue.add(client, model, name, work(model, name, given))
         running = asyncio.create_task(queue.run())
@@ -125,6 +127,70 @@ def test_a_client_with_too_many_requests_waits(store):
     assert failed.value.status == 429
 
 
+def test_requests_are_counted_before_they_are_in_the_queue(store):
+    results = Results(store, GroupCommit(store))
+    queue = TrainingQueue(results, lambda calls: pytest.fail("runs"), lambda call: 4, 2)
+    queue.accept("a")
+    queue.accept("a")  # both are in one commit, which has not ended
+    queue.check_room("b")
+    with pytest.raises(RequestError, match="2 training requests are queued"):
+        queue.check_room("a")
+    queue.drop("a")  # the commit failed
+    queue.check_room("a")
+
+
+def fail_to_end(store, monkeypatch):
+    store._db.execute("PRAGMA max_page_count = 30")  # a full disk: SQLite drops the transaction
+
+
+def fail_to_commit(store, monkeypatch):
+    commit, fails = store.commit, iter([True])
+
+    def once() -> None:
+        if next(fails, False):
+            store._db.rollback()
+            raise sqlite3.OperationalError("disk I/O error")
+        commit()
+
+    monkeypatch.setattr(store, "commit", once)
+
+
+@pytest.mark.parametrize("fail", [fail_to_end, fail_to_commit])
+def test_a_result_that_cannot_be_stored_is_an_error_and_the_next_request_runs(
+    store, monkeypatch, fail
+):
+    async def large() -> bytes:
+        fail(store, monkeypatch)
+        return bytes(2**20)
+
+    async def small() -> bytes:
+        return b"{}"
+
+    async def main():
+        results = Results(store, GroupCommit(store))
+        queue = TrainingQueue(results, lambda calls: pytest.fail("runs"), lambda call: 4, 9)
+        for name, work in (("large", large), ("small", small)):
+            store.begin(name, "a", "save_weights")
+            queue.accept("a")
+            queue.add("a", "m", name, work)
+        store.commit()
+        running = asyncio.create_task(queue.run())
+        await results.wait("small", 10)
+        assert not running.done()
+        running.cancel()
+        failed = results.result("large", "a")
+        assert failed.state == FAILED
+        assert json.loads(failed.body) == {
+            "error": "the server could not store the result (OperationalError)",
+            "category": "server",
+        }
+        assert results.result("small", "a").state == DONE
+        with pytest.raises(RequestError):  # another client's
+            results.result("large", "b")
+
+    asyncio.run(main())
+
+
 def test_a_place_that_is_in_use_is_not_overwritten():
     loaded = []
 
@@ -132,22 +198,22 @@ def test_a_place_that_is_in_use_is_not_overwritten():
         loaded.append((slot, folder.name, drop_cache))
 
     async def main():
-        slots = AdapterSlots(2, lambda *arguments: asyncio.ensure_future(load(*arguments)))
+        slots = AdapterSlots(2, load)
         a, b, c = Path("a"), Path("b"), Path("c")
-        async with slots.slot(None) as base, slots.slot(a) as first, slots.slot(b) as second:
-            assert (base, first, second) == (0, 1, 2)
+        async with slots.place(None) as base, slots.place(a) as first, slots.place(b) as second:
+            assert (base.slot, first.slot, second.slot) == (0, 1, 2)
             waiting = asyncio.create_task(use(slots, c))
             async with asyncio.timeout(1):
                 while not slots._loading.locked():
                     await asyncio.sleep(0)
             assert not waiting.done()
         assert await waiting == 1  # of both places the one that was used less recently
-        async with slots.slot(a) as again, slots.slot(c) as still:
-            assert (again, still) == (2, 1)
+        async with slots.place(a) as again, slots.place(c) as still:
+            assert (again.slot, still.slot) == (2, 1)
 
     async def use(slots: AdapterSlots, folder: Path) -> int:
-        async with slots.slot(folder) as slot:
-            return slot
+        async with slots.place(folder) as place:
+            return place.slot
 
     asyncio.run(main())
     # The KV that a had cached is dropped with all others', so that b's place has none.
@@ -162,12 +228,12 @@ def test_a_place_whose_load_failed_is_free():
             raise ValueError("of another model")
 
     async def main():
-        slots = AdapterSlots(1, lambda *arguments: asyncio.ensure_future(load(*arguments)))
+        slots = AdapterSlots(1, load)
         with pytest.raises(ValueError, match="of another model"):
-            async with slots.slot(Path("a")):
+            async with slots.place(Path("a")):
                 pass
-        async with slots.slot(Path("b")) as slot:
-            assert slot == 1
+        async with slots.place(Path("b")) as place:
+            assert place.slot == 1
 
     asyncio.run(main())
 

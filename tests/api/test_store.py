@@ -123,7 +123,7 @@ def test_a_request_that_is_not_in_the_file_is_not_run(store, monkeypatch):
 
     async def main():
         store.begin("r", ALICE, SAMPLE)
-        group.after(lambda: called.append("r"))
+        group.after(lambda: called.append("r"), lambda: called.append("failed"))
         with monkeypatch.context() as patch, pytest.raises(sqlite3.OperationalError):
             patch.setattr(store, "commit", full)
             await group.wait()
@@ -132,7 +132,22 @@ def test_a_request_that_is_not_in_the_file_is_not_run(store, monkeypatch):
 
     store.commit()
     asyncio.run(main())
-    assert not called
+    assert called == ["failed"]
+
+
+def test_a_full_disk_fails_all_changes_that_it_undoes(store):
+    store.commit()
+    store._db.execute("PRAGMA max_page_count = 30")
+    store.begin("before", ALICE, SAMPLE)
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        store.end("before", DONE, bytes(2**20))
+    store.begin("after", ALICE, SAMPLE)
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        store.commit()
+    assert not store.changed
+    for name in ("before", "after"):
+        assert store.begin(name, ALICE, SAMPLE)  # the clients send them again
+    store.commit()
 
 
 KILLED = """

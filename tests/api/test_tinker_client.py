@@ -6,12 +6,12 @@ import subprocess
 import pytest
 from PIL import Image
 
-from scripts.make_tiny_vlm import write_tiny_vlm
 from tests.api.api_cases import arguments, loaded, serving
 from tests.data.images.pictures import encoded
 
-pytestmark = pytest.mark.thorough
 PYTHON = os.environ.get("JAXRL_TINKER_PYTHON", "")
+WITHOUT = "set JAXRL_TINKER_PYTHON to a Python with the package tinker"
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(not PYTHON, reason=WITHOUT)]
 
 SYNC = """
 import sys, numpy as np, tinker
@@ -125,8 +125,6 @@ except tinker.BadRequestError as error:
 
 @pytest.fixture(scope="module")
 def base(model_folder, tmp_path_factory):
-    if not PYTHON:
-        pytest.skip("set JAXRL_TINKER_PYTHON to a Python with the package tinker")
     with serving(*loaded(arguments(model_folder, tmp_path_factory.mktemp("run")))) as address:
         yield address
 
@@ -136,12 +134,9 @@ def test_the_client_trains_and_samples(base, script, tmp_path):
     run(script, base, tmp_path)
 
 
-def test_the_client_trains_and_samples_with_images(tmp_path):
-    if not PYTHON:
-        pytest.skip("set JAXRL_TINKER_PYTHON to a Python with the package tinker")
-    write_tiny_vlm(tmp_path / "model", width=32, n_layers=1)
+def test_the_client_trains_and_samples_with_images(vlm, tmp_path):
     (tmp_path / "image.png").write_bytes(encoded(Image.new("RGB", (24, 16), "red")))
-    options = arguments(tmp_path / "model", tmp_path / "run", "--config.data.images=True")
+    options = arguments(vlm, tmp_path / "run", "--config.data.images=True")
     with serving(*loaded(options)) as address:
         run(IMAGES, address, tmp_path, "image.png")
 

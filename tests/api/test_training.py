@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrl.api.lanes import AdamParams
+from jaxrl.api.room import AdapterRoom
 from jaxrl.api.training import TrainedAdapter, Trainer, start_moments
-from jaxrl.models.config import LoRA
+from jaxrl.config.keys import RunConfig
+from jaxrl.models.config import LoRA, uniform_decoder
+from jaxrl.models.decoder import decoder_specs
+from sharding.rules import TRAIN
 
 
 def adamw(w, gradients, p: AdamParams):
@@ -24,18 +28,27 @@ def adamw(w, gradients, p: AdamParams):
     return w
 
 
-@pytest.fixture(params=[LoRA(1, 1.0, targets=()), None], ids=["adapter", "all weights"])
+LORA = LoRA(1, 1.0, targets=())
+
+
+@pytest.fixture(params=[LORA, None], ids=["adapter", "all weights"])
 def adapter(request):
     weights = [jnp.asarray([0.5, -0.25, 1.0], jnp.float32)]
     return TrainedAdapter(request.param, weights, start_moments(weights))
 
 
-TRAINER: Trainer = object.__new__(Trainer)  # a step reads none of its fields
+DECODER = uniform_decoder("llama", L=1, D=8, N=2, K=1, H=4, F=12, V=10, max_len=8)
+
+
+def trainer(lora: LoRA | None) -> Trainer:
+    """For steps, which read no weights of the base."""
+    room = AdapterRoom(DECODER, lora, TRAIN)
+    return Trainer(RunConfig(), decoder_specs(DECODER), room, 1, jnp.float32)
 
 
 def step(adapter, params):
     """The metrics of a step. Raises its error."""
-    [result] = TRAINER.optim_steps([adapter], [params])
+    [result] = trainer(adapter.lora).optim_steps([adapter], [params])
     if isinstance(result, ValueError):
         raise result
     return result
@@ -64,15 +77,15 @@ def test_steps_together_are_those_alone_bit_for_bit():
     def run(together: bool) -> list[TrainedAdapter]:
         starts = np.random.default_rng(2).standard_normal((n, 5, 7)).astype(np.float32)
         found = [[jnp.asarray(w)] for w in starts]
-        adapters = [TrainedAdapter(LoRA(1, 1.0, targets=()), w, start_moments(w)) for w in found]
+        adapters = [TrainedAdapter(LORA, w, start_moments(w)) for w in found]
         for step in gradients:
             for adapter, g in zip(adapters, step, strict=True):
                 adapter.gradient = [jnp.asarray(g)]
             if together:
-                TRAINER.optim_steps(adapters, params)
+                trainer(LORA).optim_steps(adapters, params)
             else:
                 for one, its_params in zip(adapters, params, strict=True):
-                    TRAINER.optim_steps([one], [its_params])
+                    trainer(LORA).optim_steps([one], [its_params])
         return adapters
 
     for one, other in zip(run(together=True), run(together=False), strict=True):

@@ -521,45 +521,59 @@ def test_one_step_off_is_asynchronous_with_a_staleness_of_one():
     assert found.config["schedule.rollout_devices"] == 2 and found.n_devices == 8
 
 
-def test_distillation_from_one_teacher_is_translated():
-    section = "distillation."
-    given = NEEDED | {
-        section + "enabled": True,
-        section + "teacher_models.one.model_path": "me/teacher",
-        section + "distillation_loss.loss_mode": "k1",
-        section + "distillation_loss.use_task_rewards": False,
-        section + "distillation_loss.use_policy_gradient": True,
-        "algorithm.adv_estimator": "grpo",
-    }
-    found = migrate(given)
-    assert found.config["algorithm.advantage"] == "distill"
-    assert found.config["algorithm.teacher"] == "me/teacher"
+MODELS = "distillation.teacher_models."
+DISTILLED = NEEDED | {
+    "distillation.enabled": True,
+    "distillation.distillation_loss.loss_mode": "k1",
+    "distillation.distillation_loss.use_task_rewards": False,
+    "distillation.distillation_loss.use_policy_gradient": True,
+    "algorithm.adv_estimator": "grpo",
+}
+SEVERAL = {
+    "distillation.teacher_key": "data_source",
+    MODELS + "gsm8k.key": "openai/gsm8k",
+    MODELS + "gsm8k.model_path": "me/small",
+    MODELS + "math.key": "me/math",
+    MODELS + "math.model_path": "me/large",
+}
+
+
+@pytest.mark.parametrize(
+    "teachers, wanted, differing",
+    [
+        (
+            {MODELS + "one.model_path": "me/teacher"},
+            {"algorithm.advantage": "distill", "algorithm.teacher": "me/teacher"},
+            set(),
+        ),
+        (
+            SEVERAL,
+            {
+                "algorithm.teacher": "me/small",
+                "algorithm.more_teachers": ("me/large?source=me/math",),
+            },
+            {MODELS + "gsm8k.key"},
+        ),
+    ],
+    ids=["one", "several by their keys"],
+)
+def test_distillation_from_teachers_is_translated(teachers, wanted, differing):
+    found = migrate(DISTILLED | teachers)
+    assert found.config | wanted == found.config
+    assert differing <= set(notes(found, "differs"))
     assert check(found.config, None, 1)[0] == [] and not notes(found, REFUSED)
 
 
-def test_several_teachers_are_further_ones_by_their_keys():
-    section, models = "distillation.", "distillation.teacher_models."
-    given = NEEDED | {
-        section + "enabled": True,
-        section + "teacher_key": "data_source",
-        models + "gsm8k.key": "openai/gsm8k",
-        models + "gsm8k.model_path": "me/small",
-        models + "math.key": "me/math",
-        models + "math.model_path": "me/large",
-        section + "distillation_loss.loss_mode": "k1",
-        section + "distillation_loss.use_task_rewards": False,
-        section + "distillation_loss.use_policy_gradient": True,
-        "algorithm.adv_estimator": "grpo",
-    }
-    found = migrate(given)
-    assert found.config["algorithm.teacher"] == "me/small"
-    assert found.config["algorithm.more_teachers"] == ("me/large?source=me/math",)
-    assert models + "gsm8k.key" in notes(found, "differs")
-    assert check(found.config, None, 1)[0] == [] and not notes(found, REFUSED)
-    by_column = migrate(given | {section + "teacher_key": "ability"})
-    assert section + "teacher_key" in notes(by_column, REFUSED)
-    del given[models + "math.key"]
-    assert section + "teacher_key" in notes(migrate(given), REFUSED)
+@pytest.mark.parametrize(
+    "teachers",
+    [
+        SEVERAL | {"distillation.teacher_key": "ability"},
+        {key: value for key, value in SEVERAL.items() if key != MODELS + "math.key"},
+    ],
+    ids=["by a column", "without a key"],
+)
+def test_several_teachers_that_no_data_source_chooses_are_refused(teachers):
+    assert "distillation.teacher_key" in notes(migrate(DISTILLED | teachers), REFUSED)
 
 
 def test_arguments_of_a_reward_function_become_its_options():

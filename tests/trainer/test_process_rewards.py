@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl import reward_model
 from jaxrl.config.keys import RewardConfig, RewardModelConfig, RunConfig
-from jaxrl.config.resolve import check_only_offline, default_config, resolve
+from jaxrl.config.resolve import check_only_offline, resolve
 from jaxrl.data.steps import LabelledSteps
 from jaxrl.learner.reward_model import (
     STEP_SCORES,
@@ -36,7 +36,7 @@ from tests.trainer.test_reward_models import (
     at_moved_weights,
     metrics,
     tiny_scorer,
-    write,
+    with_rows,
 )
 
 __all__ = ["tiny_scorer"]
@@ -54,16 +54,9 @@ def answers(n, seed):
 
 @pytest.fixture
 def step_config(tiny_config, tmp_path):
-    """120 steps of 8 answers; 40 other answers are held out."""
-    tiny_config.rollout.update(default_config().rollout)
-    tiny_config.reward.update(default_config().reward)
+    """120 steps of 8 answers."""
     tiny_config.reward_model.objective = "steps"
-    tiny_config.data.train = write(tmp_path / "train.jsonl", answers(960, 0))
-    tiny_config.data.val = write(tmp_path / "val.jsonl", answers(40, 1))
-    tiny_config.data.prompts_per_step = 8
-    tiny_config.total_steps = 120
-    tiny_config.learner.lr = 3e-3
-    return tiny_config
+    return with_rows(tiny_config, tmp_path, answers, steps=120, per_step=8)
 
 
 @pytest.mark.thorough
@@ -103,9 +96,7 @@ def test_a_process_reward_model_learns_steps_and_then_rewards_the_tokens_of_a_ru
 @pytest.mark.thorough
 def test_the_gradient_equals_that_of_the_mean_cross_entropy_of_steps(step_config):
     """Packed samples through the value loss, against the derivative of the loss of each answer."""
-    step_config.data.train = write(Path(step_config.data.train[0]), answers(3, 2))
-    step_config.data.prompts_per_step = 3
-    with at_moved_weights(step_config) as (run, items, moved):
+    with at_moved_weights(step_config, answers(3, 2)) as (run, items, moved):
         samples, found = make_samples(run, items)
 
         def direct(params):

@@ -57,17 +57,22 @@ def write(path, rows):
     return (str(path),)
 
 
+def with_rows(config, tmp_path, rows, *, steps, per_step):
+    """Training of a reward model on each of rows(n, seed) once; 40 other rows are held out."""
+    config.rollout.update(default_config().rollout)
+    config.reward.update(default_config().reward)
+    config.data.train = write(tmp_path / "train.jsonl", rows(steps * per_step, 0))
+    config.data.val = write(tmp_path / "val.jsonl", rows(40, 1))
+    config.data.prompts_per_step = per_step
+    config.total_steps = steps
+    config.learner.lr = 3e-3
+    return config
+
+
 @pytest.fixture
 def ranking_config(tiny_config, tmp_path):
-    """20 steps of 8 pairs; 40 other pairs are held out."""
-    tiny_config.rollout.update(default_config().rollout)
-    tiny_config.reward.update(default_config().reward)
-    tiny_config.data.train = write(tmp_path / "train.jsonl", pairs(160, 0))
-    tiny_config.data.val = write(tmp_path / "val.jsonl", pairs(40, 1))
-    tiny_config.data.prompts_per_step = 8
-    tiny_config.total_steps = 20
-    tiny_config.learner.lr = 3e-3
-    return tiny_config
+    """20 steps of 8 pairs."""
+    return with_rows(tiny_config, tmp_path, pairs, steps=20, per_step=8)
 
 
 @pytest.fixture(scope="session")
@@ -146,10 +151,8 @@ def rl_config(config, tmp_path, folder):
 def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
     """Packed samples through the value loss, against the derivative of the loss of whole pairs."""
     ranking_config.preference.update({"margin_weight": 0.5, "center_coef": 0.1})
-    ranking_config.data.prompts_per_step = 2
     rows = [row | {"margin": i} for i, row in enumerate(pairs(2, 2))]
-    ranking_config.data.train = write(Path(ranking_config.data.train[0]), rows)
-    with at_moved_weights(ranking_config) as (run, items, moved):
+    with at_moved_weights(ranking_config, rows) as (run, items, moved):
         samples, found = make_samples(run, items)
 
         def score(params, answer):
@@ -173,8 +176,13 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
 
 
 @contextlib.contextmanager
-def at_moved_weights(config):
-    """(run, items of its first step, weights): a reward model whose weights are not the first."""
+def at_moved_weights(config, rows):
+    """(run, items of its first step, weights): a reward model whose weights are not the first.
+
+    The step has all of the rows.
+    """
+    config.data.train = write(Path(config.data.train[0]), rows)
+    config.data.prompts_per_step = len(rows)
     cfg = resolve(config)
     objective = score_objective(cfg)
     with open_offline(with_objective(cfg, objective), objective) as run:

@@ -13,7 +13,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import reward_model
-from jaxrl.config.resolve import default_config, resolve
+from jaxrl.config.resolve import resolve
 from jaxrl.learner.reward_model import open_reward_model, weighted_score
 from jaxrl.models.files.hf_load import classifier_config
 from jaxrl.trainer.export import export_checkpoint
@@ -30,7 +30,7 @@ from tests.trainer.test_reward_models import (
     score_at_end,
     tiny_scorer,
     weights,
-    write,
+    with_rows,
 )
 
 __all__ = ["tiny_scorer"]
@@ -55,17 +55,10 @@ def rated(n, seed):
 
 @pytest.fixture
 def rating_config(tiny_config, tmp_path):
-    """40 steps of 12 answers; 40 other answers are held out."""
-    tiny_config.rollout.update(default_config().rollout)
-    tiny_config.reward.update(default_config().reward)
+    """40 steps of 12 answers."""
     tiny_config.reward_model.objective = "attributes"
     tiny_config.reward_model.attributes = ATTRIBUTES
-    tiny_config.data.train = write(tmp_path / "train.jsonl", rated(480, 0))
-    tiny_config.data.val = write(tmp_path / "val.jsonl", rated(40, 1))
-    tiny_config.data.prompts_per_step = 12
-    tiny_config.total_steps = 40
-    tiny_config.learner.lr = 3e-3
-    return tiny_config
+    return with_rows(tiny_config, tmp_path, rated, steps=40, per_step=12)
 
 
 @pytest.mark.thorough
@@ -96,9 +89,7 @@ def weights_of(folder):
 @pytest.mark.thorough
 def test_the_gradient_equals_that_of_the_mean_over_all_given_ratings(rating_config):
     """Packed samples through the value loss, against a mean over the ratings of whole answers."""
-    rating_config.data.train = write(Path(rating_config.data.train[0]), rated(4, 2))
-    rating_config.data.prompts_per_step = 4
-    with at_moved_weights(rating_config) as (run, items, moved):
+    with at_moved_weights(rating_config, rated(4, 2)) as (run, items, moved):
         samples, found = make_samples(run, items)
         ratings = jnp.stack([item.ratings for item in items])
         given = ~jnp.isnan(ratings)
