@@ -3,6 +3,7 @@
     python scripts/bench_api.py clients --model=FOLDER --counts=1,2,4,8
     python scripts/bench_api.py clients --model=FOLDER --counts=1,2,4,8 --sequences=4 --sampled=32
     python scripts/bench_api.py memory --model=FOLDER
+    python scripts/bench_api.py chip --model=Qwen2.5-7B-Instruct --topology=h100:1 --len=512
 
 `clients` starts a server for each number of clients. Each client trains its own adapter: a step is
 forward_backward with a few random sequences, and optim_step. With --sampled=K a step is one of RL:
@@ -17,9 +18,18 @@ Format of a line:
 
 `memory` compiles the gradients of one lane as long as the token budget, and of 8 lanes with as many
 tokens together and 8 adapters, and prints what each needs next to the base model's weights.
+
+`chip` compiles the gradients of 1, 2, 4, ... clients with a lane of --len tokens each for a chip
+that need not be attached (the compilers of `python -m jaxrl.plan`), and prints their times with
+kernels one after the other at the chip's peak rates. --model may be a name in configs/shapes, of
+which it has the first --layers.
+Format of a line:
+
+    N clients of T tokens: A ms at peak rates, B TFLOP, C GB, N * (A of one client) / A x
 """
 
 import argparse
+import dataclasses
 import functools
 import http.client
 import json
@@ -49,8 +59,8 @@ LANE_AXES = (None, "batch", "time")  # of the batch of a dispatch
 
 def main() -> None:
     args = parse_args()
-    if args.command == "memory":
-        measure_memory(args)
+    if args.command != "clients":
+        {"memory": measure_memory, "chip": measure_chip}[args.command](args)
         return
     for count in map(int, args.counts.split(",")):
         measure_clients(args, count)
@@ -58,8 +68,10 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("clients", "memory"))
+    parser.add_argument("command", choices=("clients", "memory", "chip"))
     parser.add_argument("--model", required=True, help="folder of a model")
+    parser.add_argument("--topology", default="h100:1", help="as of jaxrl.plan; of its first chip")
+    parser.add_argument("--layers", type=int, default=4, help="layers that `chip` compiles")
     parser.add_argument("--counts", default="1,2,4,8", help="numbers of clients")
     parser.add_argument("--steps", type=int, default=20, help="steps of a client")
     parser.add_argument("--sequences", type=int, default=1, help="sequences of a step")
@@ -265,53 +277,15 @@ def _data_field(tokens: np.ndarray, **tensors: np.ndarray) -> bytes:
 def measure_memory(args: argparse.Namespace) -> None:
     """Prints the bytes of the programs of one lane and of eight."""
     import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding
 
-    from jaxrl.api.adapters import room_for
-    from jaxrl.api.losses import read_loss
-    from jaxrl.api.options import read
-    from jaxrl.api.room import AdapterRoom
-    from jaxrl.api.training import lane_config, lane_gradients
-    from jaxrl.data.packing import empty_batch
-    from jaxrl.models.decoder import decoder_specs
     from jaxrl.models.files.hf_load import model_config
-    from jaxrl.models.spec import ParamSpec
-    from jaxrl.runtime.flat_program import flatten
     from sharding import make_mesh
-    from sharding.rules import TRAIN
 
-    _, run = read([f"--model={args.model}", f"--max-len={args.budget}"])
-    decoder = model_config(args.model)
-    room = AdapterRoom(decoder, room_for(decoder, args.rank), TRAIN)
-
-    def abstract(
-        shape: Sequence[int], axes: Sequence[str | None] = (), dtype: Any = jnp.float32
-    ) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(jax.sharding.get_mesh(), TRAIN.spec(*axes))
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
-
-    def of_spec(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        return abstract(spec.shape, spec.axes)
-
+    found = []
     with jax.set_mesh(make_mesh(fsdp=1)):
-        specs = decoder_specs(decoder)
-        frozen = flatten(room.frozen(jax.tree.map(of_spec, specs)))
-        n_base = sum(leaf.size * leaf.dtype.itemsize for leaf in frozen.leaves)
-        found = []
         for n in (1, 8):
-            batch = jax.tree.map(
-                lambda a, n=n: abstract((n, *a.shape), LANE_AXES, a.dtype),
-                empty_batch(1, args.budget // n),
-            )
-            loss = jax.tree.map(
-                lambda a, n=n: abstract((n,), dtype=a.dtype), read_loss("cross_entropy", {})
-            )
-            weights = [[of_spec(spec) for spec in room.group_specs] for _ in range(n)]
-            of = dict(room=room, dtype=jnp.float32, cfg=lane_config(run, args.budget // n))
-            program = jax.jit(functools.partial(lane_gradients, **of))
-            lowered = program.lower(weights, abstract((n,)), loss, batch, frozen)
-            memory = lowered.compile().memory_analysis()
+            compiled, n_base = compile_lanes(args, model_config(args.model), n, args.budget // n)
+            memory = compiled.memory_analysis()
             assert memory is not None, "this platform does not say what a program needs"
             n_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
             n_bytes += memory.temp_size_in_bytes
@@ -322,6 +296,111 @@ def measure_memory(args: argparse.Namespace) -> None:
                 flush=True,
             )
     print(f"{found[1] / found[0]:.3f} x")
+
+
+def measure_chip(args: argparse.Namespace) -> None:
+    """Prints the time of the lanes of each number of clients on a chip, from compiled programs."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # does not open attached devices
+    import jax
+
+    from jaxrl.api.training import lane_config
+    from jaxrl.kernels.attention.online_softmax import BLOCK
+    from jaxrl.kernels.logprob import grouped_chunks
+    from jaxrl.learner.loss import logprob_chunk
+    from jaxrl.planner.compiled.cost import program_cost
+    from jaxrl.planner.compiled.kernels import attention_work, cudnn_work
+    from jaxrl.planner.compiled.timeline import times
+    from jaxrl.planner.model_shape import model_shape
+    from jaxrl.planner.topology import topology
+    from sharding import make_mesh
+
+    machine, decoder = topology(args.topology), model_shape(args.model)
+    decoder = dataclasses.replace(decoder, layers=decoder.layers[: args.layers])
+
+    def trips(op_name: str) -> float | None:
+        if "logprob" in op_name:
+            chunks = args.len / logprob_chunk(lane_config(read_run(args), args.len))
+            return math.ceil(chunks / grouped_chunks() if "transpose" in op_name else chunks)
+        return args.len / 2 / BLOCK + 1 if "attention" in op_name else None
+
+    def kernels(op_name: str, operands: Any, results: Any) -> Any:
+        l2_bytes = machine.chip.l2_bytes
+        found = attention_work(
+            op_name, operands, results, keys=args.len / 2, l2_cache_bytes=l2_bytes
+        )
+        return found or cudnn_work(op_name, operands, results, keys=args.len / 2)
+
+    alone = math.nan
+    with jax.set_mesh(make_mesh(machine.devices[:1], fsdp=1)):
+        for n in map(int, f"1,{args.counts}".split(",")):
+            compiled, _ = compile_lanes(args, decoder, n, args.len, dict(machine.compiler_options))
+            text = compiled.as_text()
+            assert text is not None, "CPU, GPU and TPU compilers print their programs"
+            cost = program_cost(text, trips, kernels)
+            seconds = times(cost.steps, machine.chip).total_s
+            alone = seconds if n == 1 else alone
+            print(
+                f"{n} clients of {args.len} tokens: {seconds * 1e3:.1f} ms at peak rates, "
+                f"{cost.total_flops / 1e12:.2f} TFLOP, {cost.bytes_accessed / 1e9:.1f} GB, "
+                f"{n * alone / seconds:.2f} x",
+                flush=True,
+            )
+
+
+def read_run(args: argparse.Namespace) -> Any:
+    """The keys of a server with these options."""
+    from jaxrl.api.options import read
+
+    return read([f"--model={args.model}", f"--max-len={args.budget}"])[1]
+
+
+def compile_lanes(
+    args: argparse.Namespace,
+    decoder: Any,
+    n: int,
+    row_len: int,
+    compiler_options: dict[str, bool] | None = None,
+) -> tuple[Any, int]:
+    """(compiled gradients of `n` lanes with an adapter each, bytes of the base), on the mesh."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+
+    from jaxrl.api.adapters import room_for
+    from jaxrl.api.losses import read_loss
+    from jaxrl.api.room import AdapterRoom
+    from jaxrl.api.training import lane_config, lane_gradients
+    from jaxrl.data.packing import empty_batch
+    from jaxrl.models.decoder import decoder_specs
+    from jaxrl.models.spec import ParamSpec
+    from jaxrl.runtime.flat_program import flatten
+    from sharding.rules import TRAIN
+
+    room = AdapterRoom(decoder, room_for(decoder, args.rank), TRAIN)
+    mesh = jax.sharding.get_mesh()
+    dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
+
+    def abstract(
+        shape: Sequence[int], axes: Sequence[str | None] = (), dtype: Any = jnp.float32
+    ) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, TRAIN.spec(*axes))
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+    def of_spec(spec: ParamSpec, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return abstract(spec.shape, spec.axes, dtype)
+
+    base = jax.tree.map(lambda spec: of_spec(spec, dtype), decoder_specs(decoder))
+    frozen = flatten(room.frozen(base))
+    batch = jax.tree.map(
+        lambda a: abstract((n, *a.shape), LANE_AXES, a.dtype), empty_batch(1, row_len)
+    )
+    loss = jax.tree.map(lambda a: abstract((n,), dtype=a.dtype), read_loss("cross_entropy", {}))
+    weights = [[of_spec(spec) for spec in room.group_specs] for _ in range(n)]
+    of = dict(room=room, dtype=dtype, cfg=lane_config(read_run(args), row_len))
+    program = jax.jit(functools.partial(lane_gradients, **of))
+    lowered = program.lower(weights, abstract((n,)), loss, batch, frozen)
+    n_base = sum(leaf.size * leaf.dtype.itemsize for leaf in frozen.leaves)
+    return lowered.compile(compiler_options or None), n_base
 
 
 if __name__ == "__main__":

@@ -17,9 +17,12 @@ from jaxrl.api.messages import training_output
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.image_places import TEXT, PackedImages
 from jaxrl.data.packing import Packed, gather, pack
+from jaxrl.learner.loss import logprob_chunk
 from jaxrl.models.config import DecoderConfig
 from jaxrl.types import Batch, TrainingSample
 
+MIN_CHUNK = 64  # tokens of a lane whose logits are computed together
+MIN_LOGITS = 1024  # tokens of all lanes of a dispatch whose logits may be in memory at one time
 MAX_STEPS = 8  # optimizer steps of one dispatch; each power of two has a separate program
 
 
@@ -130,10 +133,29 @@ def _with_targets(micro: Packed, targets: Sequence[np.ndarray]) -> Packed:
     return dataclasses.replace(micro, batch=dataclasses.replace(micro.batch, targets=placed))
 
 
+def lane_chunk(cfg: RunConfig, row_len: int) -> int:
+    """Tokens of a lane whose logits are computed together; it depends on the length alone.
+
+    That of the largest micro-batch for its share of that one's tokens, but not less than MIN_CHUNK:
+    each chunk reads the weights of the head once more.
+    """
+    chunk = logprob_chunk(cfg)
+    return min(chunk, max(chunk * row_len // _most_tokens(cfg), MIN_CHUNK))
+
+
 def max_lanes(cfg: RunConfig, row_len: int) -> int:
-    """Lanes of a full dispatch, whose tokens are those of the largest micro-batch."""
-    rows, longest = max(cfg.learner.shapes, key=lambda shape: shape[0] * shape[1])
-    return max(rows * longest // row_len, 1)
+    """Lanes of a full dispatch.
+
+    Its tokens are those of the largest micro-batch at most, and its logits in memory those of one
+    chunk, or of MIN_LOGITS tokens.
+    """
+    n_logits = max(logprob_chunk(cfg), MIN_LOGITS)
+    return max(min(_most_tokens(cfg) // row_len, n_logits // lane_chunk(cfg, row_len)), 1)
+
+
+def _most_tokens(cfg: RunConfig) -> int:
+    """Tokens of the largest micro-batch of a rank."""
+    return max(rows * row_len for rows, row_len in cfg.learner.shapes)
 
 
 def step_size(n: int) -> int:

@@ -18,20 +18,25 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jaxrl.api.lanes import AdamParams, dispatch_size, max_lanes, step_size, with_places
+from jaxrl.api.lanes import (
+    AdamParams,
+    dispatch_size,
+    lane_chunk,
+    max_lanes,
+    step_size,
+    with_places,
+)
 from jaxrl.api.losses import ChosenLoss, per_token_loss
 from jaxrl.api.room import AdapterRoom, Arrays
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.learner.image_patches import BatchImages
-from jaxrl.learner.loss import logprob_chunk, score_tokens
+from jaxrl.learner.loss import score_tokens
 from jaxrl.models.config import LoRA
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import add_adapters
 from jaxrl.runtime.flat_program import FlatTree, flatten, unflatten
 from jaxrl.types import Batch
-
-MIN_CHUNK = 16  # tokens of a lane whose logits are computed together
 
 
 @dataclasses.dataclass
@@ -188,14 +193,9 @@ def start_moments(weights: Arrays) -> Any:
 
 
 def lane_config(cfg: RunConfig, row_len: int) -> RunConfig:
-    """The config of a lane: the logits of all lanes of a full dispatch are those of a micro-batch.
-
-    It depends on the length of the lane alone, and so do the bits of its results.
-    """
-    most, longest = max(cfg.learner.shapes, key=lambda shape: shape[0] * shape[1])
-    chunk = logprob_chunk(cfg)
-    chunk = min(chunk, max(chunk * row_len // (most * longest), MIN_CHUNK))
-    return dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, logprob_chunk=chunk))
+    """The config of a lane. It depends on the length of the lane alone, as its results' bits do."""
+    learner = dataclasses.replace(cfg.learner, logprob_chunk=lane_chunk(cfg, row_len))
+    return dataclasses.replace(cfg, learner=learner)
 
 
 def _lane_loss(

@@ -33,6 +33,7 @@ def run_server(
             end_loading()
             gc.freeze()  # a full collection of jax's objects would stop all threads
             default_on_signals()  # uvicorn handles them, and raises them again after its shutdown
+            listening.listen(web.config.backlog)  # whoever reads the address can connect
             print(f"{title(url(listening))}; stop with Ctrl-C", flush=True)
             web.run(sockets=[listening])
     except (ValueError, OSError, CheckpointError, OutOfMemoryError) as error:

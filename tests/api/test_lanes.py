@@ -3,7 +3,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.api.lanes import dispatch_size, max_lanes, pack_lanes
+from jaxrl.api.lanes import (
+    MIN_CHUNK,
+    MIN_LOGITS,
+    dispatch_size,
+    lane_chunk,
+    max_lanes,
+    pack_lanes,
+)
 from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.models.config import uniform_decoder
 from jaxrl.types import TrainingSample
@@ -50,3 +57,18 @@ def test_a_dispatch_has_the_tokens_of_a_micro_batch_or_a_part_of_them():
     )
     assert [dispatch_size(n, 4, dense) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
     assert dispatch_size(1, 4, experts) == 4
+
+
+@pytest.mark.parametrize("chunk", [100, 256, 1024, 4096])
+@pytest.mark.parametrize("budget", [256, 4096, 16384])
+def test_the_logits_of_a_dispatch_are_those_of_a_chunk(chunk, budget):
+    """The weights of the head are read once for a short lane, and logits stay within memory."""
+    learner = LearnerConfig(token_budget=budget, halvings=5, logprob_chunk=chunk)
+    cfg = dataclasses.replace(RunConfig(), learner=learner)
+    for rows, row_len in learner.shapes:
+        if rows == 1:
+            lanes, size = max_lanes(cfg, row_len), lane_chunk(cfg, row_len)
+            assert 1 <= lanes <= budget // row_len
+            assert lanes * size <= max(chunk, MIN_LOGITS)
+            assert size >= min(chunk, MIN_CHUNK)
+    assert lane_chunk(cfg, budget) == chunk
