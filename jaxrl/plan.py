@@ -176,6 +176,11 @@ def make_job(
         for name, (key, path) in paths.items()
         if path
     }
+    if weights := cfg.reward_model.label_weights:  # one for each label of the model
+        labels = tuple(f"LABEL_{i}" for i in range(len(weights)))
+        role_decoders["reward_model"] = dataclasses.replace(
+            role_decoders["reward_model"], labels=labels
+        )
     workload: OfflineWorkload | None = None
     if of_config := OBJECTIVES.get(options.get("job", "train")):
         objective = of_config(cfg)

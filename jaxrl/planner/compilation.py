@@ -67,10 +67,8 @@ def compile_programs(
     on_start: Callable[[str], None] = lambda name: None,
     known: Mapping[str, Program] = MappingProxyType({}),
 ) -> dict[str, Program]:
-    """Compiles all programs for `machine`; `reference` reuses `score` if both give logprobs.
+    """Compiles all programs for `machine`, and one that several roles call only once.
 
-    The policy's adapters and the experts that it records, which a reference does not have, then
-    count in its program too.
     `known` are the programs of the same run with another `learner.xla`; those that do not read it
     are reused.
 
@@ -78,21 +76,18 @@ def compile_programs(
     an option.
     """
     check_options(programs.cfg.learner.xla)
-    cfg, table = programs.cfg, programs.table
+    cfg = programs.cfg
     compiled: dict[str, Program] = {}
     kind = machine.devices[0].device_kind
     chosen = compiler_options(cfg.learner.xla, machine.platform, kind)
     options = {name: on for name, on in machine.compiler_options.items() if name not in chosen}
-    for name, program in table.items():
+    for name, program in programs.table.items():
         if program.row is None and name in known:
             compiled[name] = known[name]
             continue
-        algorithm = cfg.algorithm
-        differs = algorithm.teacher or algorithm.kl_top_k  # another model, or ids and logprobs
-        same_as_score = cfg.ref == cfg.score and not differs
-        if name == "reference" and "score" in compiled and same_as_score:
+        if program.same_as:
             compiled[name] = dataclasses.replace(
-                compiled["score"], compile_s=0.0, counted_state=program.counted_state
+                compiled[program.same_as], compile_s=0.0, counted_state=program.counted_state
             )
             continue
         on_start(f"compiling {name}")

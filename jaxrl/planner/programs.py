@@ -107,6 +107,7 @@ class PlannedProgram(NamedTuple):
     row: TrainingProgram | None = None  # None: it reshards weights, or is an engine's
     with_pages: bool = False  # it runs between rollouts of a step, whose KV pages are there
     lengths: Lengths | None = None  # of its sequences; None: those of the plan
+    same_as: str = ""  # an earlier program, with the same shapes, that the run calls for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +187,8 @@ def run_programs(
         for row in rows
         for name, lower in row.largest().items()
     }
+    if {"score", "reference"} <= set(table) and models.ref_scorer is models.scorer:
+        table["reference"] = table["reference"]._replace(same_as="score")
     state = {name: tree for row in rows for name, tree in row.state.items()}
     if models.kl_params is not None and not shares_base(cfg):
         state["ref"] = models.kl_params

@@ -28,6 +28,8 @@ from jaxrl.engine.api import Request
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout, worker_mesh
+from jaxrl.models.config import uniform_decoder
+from jaxrl.models.files.hf_config import config_to_hf
 from jaxrl.models.spec import count_params, is_spec
 from jaxrl.models.vision.tower import tower_specs
 from jaxrl.models.vision.towers import with_trained_tower
@@ -53,11 +55,15 @@ from jaxrl.planner.saved_plan import check_config
 from jaxrl.planner.sizes import Job, model_sizes, settings_of
 from jaxrl.planner.topology import Topology, topology
 from jaxrl.planner.tower import tower_bytes
+from jaxrl.trainer.offline.reward_model import score_objective
 from sharding import bytes_per_device, make_mesh
 from tests.models.resized import resized
 from tests.planner.tiny_run import TINY, run
 
 ROOT = pathlib.Path(__file__).parents[2]
+EXPERTS = uniform_decoder(
+    "mixtral", L=2, D=64, N=4, K=2, H=16, F=128, V=256, E=4, top_k=2, F_expert=32, stacked=True
+)
 JSON_KEYS = (
     "topology", "config", "mesh", "lengths", "fits", "programs", "phases", "resident",
     "budget_bytes", "page_bytes", "kv_pages", "n_replicas", "rollout_weight_bytes",
@@ -169,7 +175,7 @@ def test_the_command_plans_the_tower_of_a_run_with_images(monkeypatch):
     tower, text = tower_shape(folder), model_shape(str(ROOT / "tests/models/golden/qwen3_vl"))
     machine = Topology("h100", "gpu", CHIPS["h100"], [None])
     with pytest.raises(KeyError) as caught:
-        plan_command._plan(Job(run(), text, machine, Lengths(8, 8), tower=tower))
+        plan_command.plan_job(Job(run(), text, machine, Lengths(8, 8), tower=tower))
     assert caught.value.args == (tower,)
 
 
@@ -587,6 +593,56 @@ def test_a_teacher_has_its_own_weights_and_scoring_program(plan):
     batch_bytes = scoring.argument_size_in_bytes - parts.resident["ref"]
     score = plan.programs["score"]
     assert batch_bytes == score.argument_bytes - plan.resident["params"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("changes", "decoder", "same_as"),
+    [
+        ({}, TINY, "score"),
+        (dict(lora__rank=4), TINY, ""),  # the base has no adapters
+        (dict(learner__router_replay="R3"), EXPERTS, ""),  # it chooses its own experts
+        (dict(learner__router_replay="off"), EXPERTS, "score"),
+        (dict(ref__token_budget=512), TINY, ""),
+        (dict(algorithm__teacher="same"), TINY, "score"),
+    ],
+)
+def test_the_reference_is_scored_by_the_policys_program_if_the_run_does_so(
+    changes, decoder, same_as
+):
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_programs(run(**changes), decoder, CHIPS["cpu"].memory_bytes)
+        sizes = {
+            name: [a.shape for a in jax.tree.leaves(parts.table[name].lower().in_avals)]
+            for name in ("score", "reference")
+        }
+    assert parts.table["reference"].same_as == same_as
+    assert (sizes["score"] == sizes["reference"]) == (same_as == "score")
+
+
+@pytest.mark.thorough
+def test_labels_of_reward_models_are_counted(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(TINY)))
+    cfg = run(
+        model__path=str(tmp_path),
+        reward_model__path=str(tmp_path),
+        reward_model__label_weights=(1.0, 0.5, 0.25),
+    )
+    trained = run(reward_model__objective="attributes", reward_model__attributes=("a", "b"))
+    job = plan_command.make_job(cfg, TINY, topology("cpu:8"), Lengths(8, 8), {})
+    assert len(job.role_decoders["reward_model"].labels) == 3
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        one, three = (
+            run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes, {"reward_model": model})
+            for model in (TINY, job.role_decoders["reward_model"])
+        )
+        labels = score_objective(trained).workload(trained)
+        two = run_programs(trained, TINY, CHIPS["cpu"].memory_bytes, workload=labels)
+        inputs = jax.tree.leaves(two.table["accumulate"].lower().in_avals)
+    assert (4 * 2, 128, 2) in [a.shape for a in inputs]  # values of the rows of 4 ranks
+    # A row of D numbers for each further label, over fsdp 4.
+    assert three.resident["reward_model"] == one.resident["reward_model"] + 2 * 4 * 64 // 4
+    assert two.resident["params"] == one.resident["params"] + 2 * 4 * 64 // 4
 
 
 @pytest.mark.thorough
