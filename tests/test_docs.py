@@ -98,7 +98,6 @@ def test_every_row_of_a_model_is_a_command_for_its_devices():
         check_devices(read_plan_arguments(command).cfg, split_name(topology)[1])
 
 
-@pytest.mark.thorough
 def test_the_page_of_a_model_is_up_to_date():
     page = (models_page.FOLDER / "smollm2.md").read_text()
     assert page == models_page.page(models_page.FAMILIES["smollm2"]), MODEL_PAGES
