@@ -43,9 +43,9 @@ def tower_activation_bytes(cfg: TowerConfig, n_patches: int, itemsize: int) -> i
     """Bytes that the backward pass keeps of a row of patches with remat "full", on one device.
 
     These are the patches, the input of each block, and what the last norm and the projectors keep,
-    which are not recomputed: the norm two arrays of D, an MLP seven, and the mean of patches two per
-    token, and one each if it is standardized and if its norm has weights. All count `itemsize`, also
-    those in float32.
+    which are not recomputed: the norm two arrays of D, an MLP seven, the mean of patches two per
+    token, and one more each if it is standardized and if its norm has weights. All count
+    `itemsize`, also those in float32.
     """
     mlps = 7 * (cfg.merger.kind == "mlp") * (1 + len(cfg.deepstack))
     n_means = 2 + (cfg.merger.standard is not None) + (cfg.merger.norm_name is not None)
